@@ -1,28 +1,19 @@
 """One log line a change of state, on standard error: ``2026-01-31 12:00:00,123 INFO [scalai <who>]
-generation=12 event=move took_s=0.2``.
+generation=12 event=move took_s=0.2``, or as JSON.
 
 A reader may stand still (a halted terminal, a pipe to a disk that hangs): the job does not.
 """
 
 import logging
 import os
-import re
 import select
 import sys
 from functools import partial
 
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.jsonable import Json
+from scalai.launch.log_events import event_of, level_of
 from scalai.launch.slow_files import MOST, PatientWriter
 
-WARNINGS = frozenset(
-    {
-        "damage", "function_differs", "given_up", "host_silent", "lost", "no_answer",
-        "no_replica", "no_replica_room",
-        "not_rescued", "report_failed", "restart", "snapshot_incomplete", "snapshot_refused",
-        "stood_down", "suspected", "unhooked", "went_back", "withdrawn",
-    }
-)  # fmt: skip
-"""Coordinator's events of a loss, or a danger of one."""
 READ_S = 0.2
 """Longest wait for a line; behind a late one there is none."""
 
@@ -76,13 +67,21 @@ class PresentStderr(logging.Handler):
             self.handleError(record)
 
 
-def say(text: str) -> None:
-    """Log a coordinator's line, at its event's level."""
-    event = re.search(r"event=(\w+)(?: code=(\d+))?", text)
-    name, code = (event[1], event[2]) if event else ("", None)
-    is_failed = name == "crashed" or code not in (None, "0", str(RESUMABLE))
-    level = logging.WARNING if name in WARNINGS else logging.INFO
-    logging.getLogger("scalai.coordinator").log(logging.ERROR if is_failed else level, "%s", text)
+class JsonLines(logging.Formatter):
+    """One JSON object a line, as ``LogEvent.to_json``; ``who`` writes it."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        return event_of(record, self._who).to_line()
+
+
+def say(text: str, /, **facts: Json) -> None:
+    """Log a coordinator's line at its event's level; ``facts`` only for machines."""
+    logger = logging.getLogger("scalai.coordinator")
+    logger.log(level_of(text), "%s", text, extra={"facts": facts})
 
 
 def _handler() -> logging.Handler:
@@ -92,10 +91,12 @@ def _handler() -> logging.Handler:
         return PresentStderr()
 
 
-def configure(who: str) -> None:
-    """Send this process's log lines of Scalai to standard error, marked with ``who``."""
+def configure(who: str, form: str = "text") -> None:
+    """Send this process's log lines of Scalai to standard error, marked with ``who``; ``form``:
+    ``text`` or ``json``."""
     handler = _handler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s"))
+    text = logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s")
+    handler.setFormatter(JsonLines(who) if form == "json" else text)
     logger = logging.getLogger("scalai")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

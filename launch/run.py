@@ -22,12 +22,13 @@ from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
-from scalai.launch.agent.host_checks import DeviceProbe, NoAnswerError, driver_device
+from scalai.launch.agent.host_checks import DeviceProbe, driver_device
 from scalai.launch.agent.network import address_towards, interface_environment
 from scalai.launch.agent.notices import watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.agent.worker_group import THREADS, THREADS_BY_DEFAULT
+from scalai.launch.command_runner import NoAnswerError
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.constants import constant
 from scalai.launch.config.endpoint import take_token
@@ -149,7 +150,7 @@ def run_agent(spec: JobSpec) -> int:
     options = spec.options
     _check_script(spec)
     host = check_host(options.host_id or socket.gethostname())
-    configure(host)
+    configure(host, options.log_format)
     spec = with_device(spec)
     self_check()
     slots = worker_count(options.nproc_per_node)

@@ -1,140 +1,35 @@
 """Fitness of this host for workers: its devices, its health check, the kernel's OOM kills."""
 
 import logging
-import os
 import re
-import select
 import shlex
-import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.job.endings import OUT_OF_HOST_MEMORY
+from scalai.launch.command_runner import LINE, CommandRunner, NoAnswerError, last_line
 from scalai.launch.config.elastic_config import ProbeConfig
 
-TIMEOUT_S = 30.0
-"""Seconds for a command: a driver that has lost a device may answer late, or never."""
 NAME_S = 10.0
 """Seconds for the driver to name a device, before a job starts."""
-END_S = 5.0
-"""Seconds for a killed command to end."""
-KEPT_BYTES = 1 << 16
-"""Bytes kept from the end of a command's output."""
-LINE = 200
-"""Most characters of an output in a message."""
-LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
-
-
-class NoAnswerError(Exception):
-    """A command has no answer, with the reason."""
-
-
-class CommandRunner:
-    """Runs commands one after another, each with a deadline.
-
-    A late command is killed with its process group. One that cannot be killed, because its driver
-    hangs, is left alone, and blocks further commands.
-
-    Args:
-        timeout_s: Seconds for a command.
-        end_s: Seconds for a killed command to end.
-    """
-
-    def __init__(self, timeout_s: float = TIMEOUT_S, end_s: float = END_S) -> None:
-        self._timeout_s, self._end_s = timeout_s, end_s
-        self.stuck: subprocess.Popen[bytes] | None = None
-        """A killed command still running."""
-
-    def run(
-        self, command: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> tuple[int, str]:
-        """Run a command; returns its exit code and the end of its output.
-
-        Does not wait for processes it leaves behind; they may hold the output.
-
-        Args:
-            variables: Additions to the environment.
-
-        Raises:
-            NoAnswerError: It cannot be started, or does not end in time.
-        """
-        if self.stuck is not None and self.stuck.poll() is None:
-            raise NoAnswerError(
-                f"process {self.stuck.pid} of an earlier question was killed and has not ended"
-            )
-        self.stuck = None
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, **(variables or {})},
-            )
-        except (OSError, ValueError) as error:  # it is missing, or has a null byte
-            raise NoAnswerError(
-                f"{command[0]}: {getattr(error, 'strerror', None) or error}"
-            ) from error
-        output = _listen(process, time.monotonic() + self._timeout_s)
-        code = process.poll()
-        with suppress(ProcessLookupError):  # nobody of its group is left
-            os.killpg(process.pid, signal.SIGKILL)
-        if code is None:
-            try:
-                process.wait(self._end_s)
-            except subprocess.TimeoutExpired:
-                self.stuck = process
-        assert process.stdout is not None
-        process.stdout.close()
-        if code is None:
-            text = f"{command[0]} gave no answer within {self._timeout_s:g} s"
-            raise NoAnswerError(": ".join(filter(None, (text, _last_line(output)))))
-        return code, output
-
-    def query(self, fields: Sequence[str]) -> tuple[int, str]:
-        """Return the answer of ``nvidia-smi`` on each device: CSV without a header or units.
-
-        Raises:
-            NoAnswerError: As ``run``.
-        """
-        asked = f"--query-gpu={','.join(fields)}"
-        return self.run(["nvidia-smi", asked, "--format=csv,noheader,nounits"])
-
-
-def _last_line(output: str) -> str:
-    lines = output.strip().splitlines()
-    return lines[-1].strip()[:LINE] if lines else ""
-
-
-def _listen(process: "subprocess.Popen[bytes]", end: float) -> str:
-    """Return the end of a command's output, once it has ended or its time is over."""
-    assert process.stdout is not None
-    descriptor, kept, is_open = process.stdout.fileno(), b"", True
-    os.set_blocking(descriptor, False)
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    while time.monotonic() < end:
-        has_ended = process.poll() is not None
-        if is_open and poll.poll(0 if has_ended else LOOK_S * 1000):
-            read = os.read(descriptor, 1 << 16)
-            kept, is_open = (kept + read)[-KEPT_BYTES:], bool(read)
-        elif has_ended:
-            break
-        elif not is_open:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LOOK_S)
-    return kept.decode(errors="replace")
 
 
 # ------------------------------------------------------------------ devices
 
 _NAMED = re.compile(r"^[ \t]*\d+[ \t]*,[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+
+
+def _query(commands: CommandRunner, fields: Sequence[str]) -> tuple[int, str]:
+    """Return the answer of ``nvidia-smi`` on each device: CSV without a header or units.
+
+    Raises:
+        NoAnswerError: As ``run``.
+    """
+    asked = f"--query-gpu={','.join(fields)}"
+    return commands.run(["nvidia-smi", asked, "--format=csv,noheader,nounits"])
 
 
 def driver_device(commands: CommandRunner | None = None) -> str:
@@ -143,7 +38,7 @@ def driver_device(commands: CommandRunner | None = None) -> str:
     Raises:
         NoAnswerError: It names none.
     """
-    code, output = (commands or CommandRunner(NAME_S)).query(["index", "name"])
+    code, output = _query(commands or CommandRunner(NAME_S), ["index", "name"])
     named = _NAMED.search(output)  # behind warnings of the linker
     if code or named is None:
         text = output.strip()[-LINE:]
@@ -220,9 +115,9 @@ class DeviceProbe:
             raise NoAnswerError(f"probe file {path}: {error}") from error
 
     def _ask_driver(self) -> int:
-        code, output = self._commands.query(_FIELDS)
+        code, output = _query(self._commands, _FIELDS)
         if code and "not a valid field" in output.lower():
-            code, output = self._commands.query(_FEWER_FIELDS)
+            code, output = _query(self._commands, _FEWER_FIELDS)
         devices = visible_devices(output, self._visible)
         working = [uuid for uuid, works in devices.items() if works]
         if not working and not self._seen:
@@ -313,7 +208,7 @@ class HealthCheck:
         try:
             variables = {**self._variables, "SCALAI_REASON": reason}
             code, output = self._commands.run(self._words, variables)
-            line = _last_line(output)
+            line = last_line(output)
             if code:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
                 fault = ": ".join(filter(None, (f"{self._words[0]} {how}", line)))

@@ -17,7 +17,7 @@ from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.host_checks import CommandRunner, HealthCheck
+from scalai.launch.agent.host_checks import HealthCheck
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import THREADS, Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
@@ -25,6 +25,7 @@ from scalai.launch.agent.progress import ProgressWatch, Stacks
 from scalai.launch.agent.replica_fetch import ReplicaRate, Replicas
 from scalai.launch.agent.torch_elastic import WorkerSet
 from scalai.launch.agent.worker_group import WorkerCalls, WorkerGroups
+from scalai.launch.command_runner import CommandRunner
 from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import HostLists, Join, StoreIdentity

@@ -213,10 +213,11 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     from scalai.launch.logs import configure
     from scalai.runtime.handshake import job_key
 
-    configure("coordinator")
     given = _job_arguments(arguments)
     expanded = expand_for_coordinator(given, build_parser().parse_args(given))
-    spec = JobSpec.read(parse_options(expanded))
+    options = parse_options(expanded)
+    configure("coordinator", options.log_format)
+    spec = JobSpec.read(options)
     endpoint = arguments.listen or spec.options.coordinator
     if endpoint is None:
         raise UsageError(

@@ -7,14 +7,16 @@ torch.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from torch.distributed.run import get_args_parser
 
-from scalai.core.errors import UsageError
+from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.config.elastic_config import AUTO, PLANNERS, parse_source
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
@@ -110,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job(add)
     _add_state(add)
     _add_changes(add)
+    _add_machines(add)
     add_removed_flags(parser)
     return parser
 
@@ -196,11 +199,38 @@ def _add_changes(add: Callable[..., None]) -> None:
         help="command (no shell) with exit code 0 if this host may run workers; run "
         "before the first "
         "worker and after a failure on this host")  # fmt: skip
-    add("--report-dir", metavar="DIR", help="folder for the JSON report of each resize")
+    add(
+        "--report-dir",
+        metavar="DIR",
+        help="folder for events.jsonl and the JSON report of each resize",
+    )
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew and give up the job's state; on every host")  # fmt: skip
     add("--check-elastic", action="store_true",
         help="print the axes free to change and the degrees for every world, and exit")  # fmt: skip
+
+
+def _add_machines(add: Callable[..., None]) -> None:
+    """What machines read of the job, and one way to steer it; all at the coordinator."""
+    add("--metrics-port", type=_port, metavar="PORT",
+        help="serve Prometheus metrics at the coordinator's address, without a token; 0: a free "
+        "port, in the log")  # fmt: skip
+    add(
+        "--metrics-file",
+        metavar="FILE.prom",
+        help="write the metrics there each 10 s, for node_exporter's textfile collector",
+    )
+    add(
+        "--on-event",
+        type=_command,
+        metavar="CMD",
+        help="command (no shell) for each important event, as JSON on its standard input",
+    )
+    add("--log-format", choices=("text", "json"), default="text",
+        help="form of Scalai's own log lines (default: text)")  # fmt: skip
+    add("--control-file", metavar="FILE",
+        help="file with an order to the job: scale, drain HOST or snapshot; who may write it "
+        "controls the job")  # fmt: skip
 
 
 CONFIG_KEYS = {
@@ -259,6 +289,8 @@ def _check(flags: argparse.Namespace) -> None:
             "--no-python: an elastic worker is a Python program, because the framework is hooked "
             "inside it. Name a Python script, or -m MODULE."
         )
+    if flags.metrics_port is not None or flags.metrics_file is not None:
+        _check_metrics()
     for name in ("logs_specs", "numa_binding"):
         if getattr(flags, name, None) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is not supported; leave it out.")
@@ -275,6 +307,14 @@ def _check(flags: argparse.Namespace) -> None:
         raise UsageError(f"--signals-to-handle {flags.signals_to_handle}: {error}.") from error
     if flags.max_restarts is not None and flags.max_restarts < 0:
         raise UsageError(f"--max-restarts {flags.max_restarts} is negative; use 0 or more.")
+
+
+def _check_metrics() -> None:
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise RefusedError(
+            "--metrics-port and --metrics-file need the package prometheus-client. Install it on "
+            "every host: pip install 'scalai[metrics]'."
+        )
 
 
 def _node_range(nnodes: str) -> tuple[int, int]:
@@ -318,6 +358,22 @@ def _every(text: str) -> int | str:
     if text == AUTO or text.isdecimal():
         return text if text == AUTO else int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor {AUTO}")
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) < 1 << 16:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port (0 to 65535)")
+
+
+def _command(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command: {error}") from error
+    if not words:
+        raise argparse.ArgumentTypeError("the command is empty")
+    return text
 
 
 def _exit_code(text: str) -> int:

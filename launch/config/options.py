@@ -56,6 +56,15 @@ class Options:
     drained_exit_code: int = 0
     """Exit code of a host that drains while the others go on."""
     report_dir: str | None = None
+    """Folder of the reports and of ``events.jsonl``."""
+    metrics_port: int | None = None
+    """Port of the coordinator's metrics; 0: a free one."""
+    metrics_file: str | None = None
+    on_event: str | None = None
+    """Command that gets each important event."""
+    log_format: str = "text"
+    control_file: str | None = None
+    """File whose changes are orders to the job."""
     is_check: bool = False
     is_fresh: bool = False
     """Begin anew although there is a state of the job."""

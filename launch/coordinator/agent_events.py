@@ -83,7 +83,7 @@ class AgentEvents:
             case reports.Staying():
                 live.log(f"event=staying host={host}: what told it to leave is withdrawn")
             case reports.Slots(slots):
-                live.timeline.begin(f"host {host} has {slots} devices")
+                live.timeline.begin(f"host {host} has {slots} devices", "devices")
 
     def _sealed(self, host: str, report: reports.Sealed, manifests: Manifests) -> None:
         """Add a sealed snapshot; a host whose workers died before writing has none."""
@@ -109,7 +109,7 @@ class AgentEvents:
             live.sizing.exclude(current)
             live.limit()
             reason += f"; {current.layout} is not tried again"
-        live.timeline.begin(reason)
+        live.timeline.begin(reason, "failed")
         live.note_failure(host, reason)
         return replace(report, reason=reason)
 
@@ -164,7 +164,7 @@ class AgentEvents:
 
     def _leaving(self, host: str, report: reports.Leaving) -> None:
         live, newest = self._live, self._live.state.newest_generation
-        live.timeline.begin(f"host {host} drains")
+        live.timeline.begin(f"host {host} drains", "leaving")
         live.log(f"event=leaving host={host} source={report.source!r}")
         part = live.generations.parts(newest.number).get(host) if newest else None
         size = part.size_bytes if part else 0

@@ -13,14 +13,23 @@ from functools import lru_cache
 from scalai.core.degrees.passes import AS_GIVEN
 from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.job.assigning import failure_of, placed
-from scalai.core.job.membership import Assignment, Job, Phase, present, staying
+from scalai.core.job.membership import TRAINING, Assignment, Job, Phase, present, staying
 from scalai.core.job.transitions import UNHOOKED, missing
 from scalai.core.jsonable import Json
 from scalai.core.messages import events
 from scalai.core.messages.commands import Exit
-from scalai.core.messages.reports import Attached, Doubted, Examined, Grown, Report, Sealed
+from scalai.core.messages.reports import (
+    Attached,
+    Doubted,
+    Examined,
+    Grown,
+    Leaving,
+    Report,
+    Sealed,
+)
 from scalai.core.messages.shared import JsonText
 from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.coordinator import control_file
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
 from scalai.launch.coordinator.calls import (
     AgentCall,
@@ -36,7 +45,7 @@ from scalai.launch.coordinator.calls import (
     shared,
 )
 from scalai.launch.coordinator.joins import Admission
-from scalai.launch.coordinator.live_job import LiveJob
+from scalai.launch.coordinator.live_job import LiveJob, Say
 from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
@@ -72,7 +81,7 @@ class Desk:
         spec: JobSpec,
         interface: str,
         stores: RendezvousStores,
-        say: Callable[[str], None],
+        say: Say,
         patience: Patience,
         term: int = 1,
         *,
@@ -219,6 +228,25 @@ class Desk:
             return answer
         late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
         return {**answer, "reason": f"{answer['reason']}{late}"}
+
+    def obey(self, order: control_file.Order) -> str:
+        """Carry out an order of the control file. Returns the answer; raises ``UsageError``."""
+        with self.lock:
+            match order:
+                case control_file.Scale(nproc, nnodes, degrees):
+                    return str(scale(self.live, nproc, nnodes, degrees, dry_run=False)["reason"])
+                case control_file.Drain(host):
+                    return self._drain(host)
+                case control_file.Snapshot():
+                    pass
+            return snapshot(self.live)
+
+    def _drain(self, host: str) -> str:
+        if host not in self.live.members:
+            there = ", ".join(sorted(self.live.members.hosts())) or "none"
+            raise UsageError(f"host {host!r} is not in the job. Hosts: {there}.")
+        self._agent_events.hear(host, Leaving("the control file"), {})
+        return f"host {host} drains"
 
     def gone(self, peer: Peer) -> None:
         """Handle the end of a connection."""
@@ -410,6 +438,20 @@ def scale(
         "degrees": str(target.degrees), **target.passes.to_json(),
         "workers": dict(target.workers), "reason": reason,
     }  # fmt: skip
+
+
+def snapshot(live: LiveJob) -> str:
+    """Ask for a generation beside the schedule.
+
+    Raises:
+        UsageError: The job does not train, or makes none.
+    """
+    job = live.state
+    _refuse_while_taking_over(job)
+    if job.phase not in TRAINING or not job.settings.is_elastic or not job.attempt.is_hooked:
+        raise UsageError(f"no snapshot is made: the job is {job.phase.value}, or not elastic.")
+    live.feed(events.SnapshotAsked(live.clock()))
+    return "a snapshot is asked for"
 
 
 def _refuse_while_taking_over(job: Job) -> None:

@@ -141,7 +141,7 @@ class Admission:
             live.forget(host)
         live.members.add(host, Member(peer, join.address, join.domain, live.clock))
         live.memory.tell(host)
-        live.timeline.begin(f"host {host} joined")
+        live.timeline.begin(f"host {host} joined", "joined")
 
     def _take_over(self, underway: Underway) -> None:
         """Continue the run of a lost coordinator's round."""

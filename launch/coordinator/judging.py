@@ -51,6 +51,7 @@ class Judge:
             self._log(f"event=snapshot_{what} step={step} {error}")
             reason = f"what was written is refused: {error}" if is_refused else events.NOT_COVERED
             return events.Judged(False, reason=reason)
+        self._log(f"event=snapshot committed={number} step={step} at=stop")
         return events.Judged(True, step, number, parts)
 
     def rescue(self, snapshot: str) -> events.Judged:
@@ -61,7 +62,7 @@ class Judge:
         except (LayoutError, ProofError) as error:
             self._generations.note_failed(step, str(error))
             self._log(f"event=not_rescued step={step} {error}")
-            return events.Judged(False, step)
+            return events.Judged(False, step, reason=str(error))
         self._log(f"event=rescued committed={number} step={step}")
         return events.Judged(True, step, number, parts)
 

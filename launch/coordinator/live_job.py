@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from scalai.core.degrees.passes import PARTS
 from scalai.core.errors import ProofError
@@ -57,6 +58,12 @@ class PresentRun:
     is_successor: bool
 
 
+class Say(Protocol):
+    """Takes log lines: the text for a person, ``facts`` beside it for machines."""
+
+    def __call__(self, text: str, /, **facts: Json) -> None: ...
+
+
 class LiveJob:
     """The job's state and its collaborators in the coordinator. One thread at a time calls it.
 
@@ -78,7 +85,7 @@ class LiveJob:
         spec: JobSpec,
         interface: str,
         stores: RendezvousStores,
-        say: Callable[[str], None],
+        say: Say,
         lock: "threading.RLock",
         term: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -104,6 +111,8 @@ class LiveJob:
         """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
         self._lost_at: float | None = None
+        self.began_at = 0
+        """Step at which the present round began."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
@@ -174,15 +183,16 @@ class LiveJob:
             prints = {} if mine is None else mine.fingerprints
             self.command([host], commands.Commit(generation, name, everyone, prints))
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, /, **facts: Json) -> None:
         newest = self.state.newest_generation
         number = newest.number if newest else 0
-        self._say(f"generation={number} round={self.state.round} {text}")
+        self._say(f"generation={number} round={self.state.round} {text}", **facts)
 
     # ------------------------------------------------------------------ what changes beside events
 
     def note_start(self, step: int) -> None:
         """Record the workers' first step."""
+        self.began_at = max(self.began_at, step)
         if (lost := self.timeline.correct(step)) is not None:
             self.log(
                 f"event=went_back steps_lost={lost}: the script has loaded its own checkpoint, of "
@@ -204,7 +214,7 @@ class LiveJob:
         if not self.members.hosts():
             self.state = m.lost_all(self.state)
         self.generations.forget(host)
-        self.timeline.begin(f"host {host} is lost")
+        self.timeline.begin(f"host {host} is lost", "lost")
 
     def note_failure(self, host: str, reason: str) -> None:
         """Record a failure of a host's workers; later ones in a round follow from the first."""
@@ -215,6 +225,10 @@ class LiveJob:
                 "round": round,
             }  # fmt: skip
             self.timeline.note(failure=self.last_failure)
+            self.log(
+                f"event=workers_failed host={host} kind={kind_of(reason)!r} {reason}",
+                rank=rank_of(reason),
+            )
 
     def note_made(self, made: Sequence[Made]) -> None:
         """Record steps of the present round."""
@@ -291,7 +305,7 @@ class LiveJob:
         if for_more and target.degrees.world_size <= current.degrees.world_size:
             return
         if self.state.phase is m.Phase.RUNNING and self.state.change.at is None:
-            self.timeline.begin(reason)
+            self.timeline.begin(reason, "planner")
             self.feed(events.Rescaled(self.sizing.assign(), self.clock()))
 
     def recount(self) -> tuple[m.Generation, ...]:
@@ -397,7 +411,7 @@ class LiveJob:
         emergency = self.state.emergency
         failure = "" if emergency is None else emergency.reason
         if now is m.Phase.STOPPING and self.state.function.is_refuted:
-            self.timeline.begin("a change computes another function")
+            self.timeline.begin("a change computes another function", "function")
         self.timeline.enter(was, now, failure, self.answers.slowest_snapshot)
         if now is m.Phase.RUNNING:
             self._ahead.begin()
@@ -432,7 +446,10 @@ class LiveJob:
             case actions.CommitParts(hosts, generation):
                 self.command_commit(hosts, generation)
             case actions.JudgeRescue(step):
-                self.feed(self._judge.rescue(self._snapshot_of(step)))
+                judged = self._judge.rescue(self._snapshot_of(step))
+                if not judged.is_covered:
+                    self.timeline.note(steps_lost_why=f"step {step}: {judged.reason}")
+                self.feed(judged)
             case actions.Lose(hosts, reason):
                 for host in hosts:
                     self._give_up(host, reason)
@@ -456,7 +473,8 @@ class LiveJob:
             case actions.AmendReport(function, prove_s):
                 self.timeline.amend(function, prove_s)
             case actions.Say(text):
-                self.log(text if text.startswith("event=") else f"event=note {text}")
+                facts = {"change": self.timeline.kind} if self.timeline.is_open else {}
+                self.log(text if text.startswith("event=") else f"event=note {text}", **facts)
 
     def _order(self, hosts: Sequence[str], command: commands.Command) -> None:
         """Send a command, after the coordinator's own part of it."""
@@ -533,6 +551,7 @@ class LiveJob:
         if number is not None and not self.state.function.known:
             kept = self.generations.facts(number).get(PROVEN, [])
             self.state = m.replace_known(self.state, tuple(map(str, kept)))
+        self.began_at = step
         self.timeline.start(action.round, number, step, action.assignment)
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)
@@ -576,7 +595,7 @@ class LiveJob:
             self._ahead.changed(report)
             passes = report.get("passes_after") or {}
             parts = (f" {part}={passes[part]}" for part in PARTS if passes.get(part))
-            self.log(_resized(report) + "".join(parts))
+            self.log(_resized(report) + "".join(parts), **report)
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))

@@ -18,6 +18,7 @@ from scalai.launch.config.endpoint import (
     write_ending,
 )
 from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.coordinator.control_file import watch_orders
 from scalai.launch.coordinator.discovery import (
     await_turn,
     clear_away,
@@ -34,6 +35,7 @@ from scalai.launch.coordinator.registers import (
     registers_of,
 )
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
+from scalai.launch.coordinator.watch import Watch
 from scalai.launch.logs import configure, say
 from scalai.launch.slow_files import drain
 
@@ -124,10 +126,16 @@ def open_coordinator(
         PeerError: The address is taken, or a register is unreachable.
     """
     patience, probe = Patience(lost_after_s=spec.config.resize.silent_s), PortProbe(token)
-    coordinator = Coordinator(
-        spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
-        probe=probe,
-    )  # fmt: skip
+    watch = Watch(spec, address[0])  # before any event
+    try:
+        coordinator = Coordinator(
+            spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
+            probe=probe,
+        )  # fmt: skip
+    except ScalaiError:
+        watch.close()
+        raise
+    coordinator.watch = watch
     probe.start()
     entry = LeaseEntry(
         term, address[0], int(coordinator.address[1]), named=spec.options.coordinator or ""
@@ -156,6 +164,7 @@ def open_coordinator(
             coordinator.owns = hold(owned, anywhere)
     except ScalaiError:
         coordinator.close()
+        watch.close()
         raise
     return coordinator
 
@@ -176,6 +185,8 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         spec.job, coordinator.term, *address,
     )  # fmt: skip
     _say_lease(coordinator, spec)
+    if spec.options.control_file is not None:
+        watch_orders(Path(spec.options.control_file), coordinator.obey)
     try:
         code = coordinator.run()
         if code != STOOD_DOWN:
@@ -185,6 +196,8 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         return code
     finally:
         clear_away(folder, address, is_last=spec.options.is_standalone)
+        if coordinator.watch is not None:
+            coordinator.watch.close()
         drain()
 
 
@@ -206,10 +219,10 @@ def _say_lease(coordinator: Coordinator, spec: JobSpec) -> None:
 def main() -> int:
     """Run as an agent's coordinator. The reason for a failed start goes to standard output, for the
     agent; the exit code gives its kind."""
-    configure("coordinator")
     folder = Path(sys.argv[1])
     host, port = split_endpoint(sys.argv[2])
     order = json.loads(sys.stdin.read())
+    configure("coordinator", str(order["job"]["options"]["log_format"]))
     token = str(order["token"]).encode()
     try:
         spec = JobSpec.from_json(order["job"])

@@ -15,8 +15,10 @@ from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.leases import HELD_S, Lease
+from scalai.launch.coordinator.live_job import Say
 from scalai.launch.coordinator.losses import Patience, PortProbe
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.watch import Watch
 from scalai.launch.host_signals import HeardSignals
 from scalai.runtime.calls import Address, Server
 
@@ -51,7 +53,7 @@ class Coordinator(Desk):
         spec: JobSpec,
         address: tuple[str, int],
         token: bytes,
-        say: Callable[[str], None],
+        say: Say,
         alone_s: float = 60.0,
         patience: Patience = Patience(),  # noqa: B008  # it is frozen
         stores: RendezvousStores | None = None,
@@ -71,6 +73,8 @@ class Coordinator(Desk):
         """Time of the job's end."""
         self.lease: Lease | None = None
         """Lease of the job's coordinator; None: no other machine can have it."""
+        self.watch: Watch | None = None
+        """Readers of what happens; None: only the log."""
         self.heard: HeardSignals | None = None
         """Signals to this process."""
         self.ended_by = ""
@@ -126,6 +130,8 @@ class Coordinator(Desk):
             if not self._has_place():
                 return STOOD_DOWN
             self.tick()
+            if self.watch is not None:
+                self.watch.see(self.live)
             self._hear()
             if not self._is_done():
                 return None

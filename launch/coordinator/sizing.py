@@ -265,6 +265,12 @@ class Sizing:
             return self._preference.micro_batch
         return self._limits.micro_batch_size
 
+    @property
+    def step_samples(self) -> int | None:
+        """Samples of each step; None: unknown, or not the same for all."""
+        limits = self._limits
+        return None if limits.ramp_batch_sizes else limits.global_batch_size
+
     def with_measured(
         self, found: Measured, change: ChangeTime | None
     ) -> tuple[Preference, Assign] | None:

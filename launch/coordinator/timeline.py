@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scalai.core.job.membership import Assignment, Phase
 from scalai.launch.slow_files import PatientWriter
@@ -18,6 +18,14 @@ PHASES = (
     "detect", "build", "drain", "snapshot", "commit", "relaunch",
     "plan", "move", "restore", "proof", "first_step",
 )  # fmt: skip
+Cause = Literal[
+    "start", "joined", "lost", "failed", "leaving", "asked", "devices", "planner", "again",
+    "function",
+]  # fmt: skip
+"""First cause of a change."""
+Kind = Literal["start", "grow", "shrink", "degrees", "recovery", "notice"]
+"""Kind of a change, for counts."""
+_RECOVERIES = ("lost", "failed", "function")
 REPORT_S = 2.0
 """Longest wait for a report, in seconds; after a longer one, no wait until the folder answers."""
 
@@ -37,18 +45,18 @@ class Timeline:
         self.reports: deque[dict[str, Any]] = deque(maxlen=16)
         """The newest reports."""
         self._ran: Assignment | None = None
-        self._begin("start")
+        self._begin("start", "start")
 
-    def _begin(self, reason: str) -> None:
-        self._reason = reason
+    def _begin(self, reason: str, cause: Cause) -> None:
+        self._reason, self.cause = reason, cause
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._marks = {"event": self._clock()}
         self._facts: dict[str, Any] = {}
 
-    def begin(self, reason: str) -> None:
+    def begin(self, reason: str, cause: Cause = "asked") -> None:
         """Begin the time of a change, unless one is in progress."""
         if not self.is_open:
-            self._begin(reason)
+            self._begin(reason, cause)
 
     @property
     def is_open(self) -> bool:
@@ -58,6 +66,18 @@ class Timeline:
     def has_round(self) -> bool:
         """Whether the present change has led to a round."""
         return self.is_open and "round" in self._facts
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the present change, or of the newest one."""
+        if self.cause in _RECOVERIES:
+            return "recovery"
+        if self.cause in ("start", "leaving"):
+            return "start" if self.cause == "start" else "notice"
+        before, after = self._facts.get("world_before"), self._facts.get("world_after")
+        if before is None or after is None or before == after:
+            return "grow" if self.cause == "joined" else "degrees"
+        return "grow" if after > before else "shrink"
 
     def forget(self) -> None:
         """Drop a change without a result."""
@@ -96,7 +116,7 @@ class Timeline:
         """
         if was is Phase.RUNNING and now in (Phase.BUILDING, Phase.PREPARING):
             # Without a join, loss or request: a host is well again, or its quarantine is over.
-            self.begin("others may run workers now, or a change is tried again")
+            self.begin("others may run workers now, or a change is tried again", "again")
             self.phase("detect", self.since("event"))
             self.mark("detected")
         if was is Phase.BUILDING:
@@ -105,7 +125,7 @@ class Timeline:
             self.mark("preparing")
         elif now is Phase.FREEZING:
             if failure:
-                self.begin(failure)
+                self.begin(failure, "failed")
             self.mark("failed")
             self.mark_first("stood")
         elif now is Phase.COMMITTING and was is Phase.RESCUING:
@@ -124,6 +144,9 @@ class Timeline:
         """Record the start of a round from the state of this step."""
         ran, self._ran = self._ran, assignment
         self.note(
+            world_before=ran.degrees.world_size if ran else None,
+            world_after=assignment.degrees.world_size,
+            workers_before=dict(ran.workers) if ran else {},
             round=round,
             generation=generation,
             step=step,
@@ -151,8 +174,12 @@ class Timeline:
         first start has none."""
         if "stood" in self._marks:
             facts["paused_s"] = round(self.since("stood"), 6)
+        if self._facts.get("steps_lost"):
+            self._facts.setdefault("steps_lost_why", "no newer state was whole: see recovery")
         report = {
             "reason": self._reason,
+            "cause": self.cause,
+            "kind": self.kind,
             **self._facts,
             **facts,
             "seconds": {name: round(value, 6) for name, value in self._seconds.items()},

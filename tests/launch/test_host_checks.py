@@ -9,15 +9,14 @@ import pytest
 
 from scalai.core.errors import UsageError
 from scalai.launch.agent.host_checks import (
-    CommandRunner,
     DeviceProbe,
     HealthCheck,
-    NoAnswerError,
     describe_rise,
     driver_device,
     oom_kills,
     visible_devices,
 )
+from scalai.launch.command_runner import CommandRunner, NoAnswerError
 from scalai.launch.config.elastic_config import ProbeConfig
 from support.driver_script import Install, install_into
 

@@ -16,6 +16,7 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.live_job import LiveJob
 from support.coordinator_line import NoStores
+from support.lines import Lines
 from support.waiting import wait_until
 
 SCRIPT = (
@@ -25,21 +26,21 @@ SCRIPT = (
 )
 
 
-def live_job(folder: Path, log: list[str], term: int = 1) -> LiveJob:
+def live_job(folder: Path, log: Lines, term: int = 1) -> LiveJob:
     config = folder / "elastic.toml"
     config.write_text('[planner]\ngpu = "a100-80gb"\n')
     flags = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", str(config)]
     spec = JobSpec.read(parse_options([*flags, *SCRIPT.split()]))
     return LiveJob(
-        spec, "127.0.0.1", NoStores(), log.append, threading.RLock(), term, is_successor=term > 1
+        spec, "127.0.0.1", NoStores(), log, threading.RLock(), term, is_successor=term > 1
     )
 
 
 def test_what_a_coordinator_had_measured_is_computed_beside_its_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: list[str] = []
-    before, after = live_job(tmp_path, []), live_job(tmp_path, log, term=2)
+    log = Lines()
+    before, after = live_job(tmp_path, Lines()), live_job(tmp_path, log, term=2)
     for degrees, seconds in ((Degrees(1, 1, 4), 2.0), (Degrees(2, 1, 2), 1.0)):
         found = before.sizing.with_measured(Measured(degrees, 1, 50, seconds), ChangeTime(10.0))
         assert found is not None
@@ -67,8 +68,8 @@ def test_a_slip_of_what_is_computed_beside_the_job_is_told(
     def slip(*_: object) -> None:
         raise ZeroDivisionError("a slip")
 
-    log: list[str] = []
-    before, after = live_job(tmp_path, []), live_job(tmp_path, log, term=2)
+    log = Lines()
+    before, after = live_job(tmp_path, Lines()), live_job(tmp_path, log, term=2)
     found = before.sizing.with_measured(Measured(Degrees(1, 1, 4), 1, 50, 2.0), ChangeTime(10.0))
     assert found is not None
     before.sizing.adopt(*found)
@@ -82,7 +83,7 @@ def test_a_slip_of_what_is_computed_beside_the_job_is_told(
 def test_a_request_of_another_shape_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, after = live_job(tmp_path, []), live_job(tmp_path, [], term=2)
+    before, after = live_job(tmp_path, Lines()), live_job(tmp_path, Lines(), term=2)
     own = after.sizing.request
     known = remember(before.state, before.run, 1, 1, JsonText.of(["of", "another", "shape"]))
     assert after.memory.hear(known, has_begun=False, is_own=False) == known

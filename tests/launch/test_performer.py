@@ -21,9 +21,10 @@ from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.fetch import Moving, Restore
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.host_checks import CommandRunner, HealthCheck
+from scalai.launch.agent.host_checks import HealthCheck
 from scalai.launch.agent.loop import THREADS
 from scalai.launch.agent.performer import Hands, Performer
+from scalai.launch.command_runner import CommandRunner
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name

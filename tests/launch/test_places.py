@@ -24,6 +24,7 @@ from scalai.launch.coordinator import discovery as places
 from scalai.launch.coordinator import process as coordinator_process
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Server
+from support.lines import Lines
 from support.ports import free_port
 from support.waiting import wait_until
 
@@ -69,7 +70,7 @@ def test_an_agent_that_stands_still_while_it_looks_is_named(
 class EndingCoordinator:
     """One whose job ends while ``meanwhile`` happens."""
 
-    address, term, lease, ended_by = ("127.0.0.1", 1), 1, None, "finished"
+    address, term, lease, ended_by, watch = ("127.0.0.1", 1), 1, None, "finished", None
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         self._meanwhile = meanwhile
@@ -178,7 +179,7 @@ def test_a_coordinator_by_hand_listens_nowhere_while_an_agent_starts_one(
         wait_until(lambda: "event=waiting for process" in caplog.text, "it waits for the lock")
         # As the coordinator that this agent starts.
         address, token = ("127.0.0.1", port), b"of the agent"
-        started = Coordinator(spec, address, token, lambda line: None, alone_s=0.0)
+        started = Coordinator(spec, address, token, Lines(), alone_s=0.0)
         write_card(folder, address, token)
     by_hand.join(60)
     assert started.run() == 1  # nobody is there

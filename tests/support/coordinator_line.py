@@ -22,6 +22,7 @@ from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores, Then
 from scalai.launch.coordinator.server import Coordinator
 from scalai.store.manifest import HostManifest, manifest_bytes
+from support.lines import Lines
 from support.wire_words import report_of, store_identity, told_by
 
 TOKEN = b"secret"
@@ -85,11 +86,11 @@ class Line:
         config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
         self.flags = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *flags]
         self.spec = self.spec_of()
-        self.log: list[str] = []
+        self.log = Lines()
         self.now = 1000.0
         self.stores = NoStores()
         self.coordinator = Coordinator(
-            self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, self.stores,
+            self.spec, ("127.0.0.1", 0), TOKEN, self.log, alone_s, patience, self.stores,
             probe=probe, clock=clock or (lambda: self.now),
         )  # fmt: skip
         self.live = self.coordinator.live

@@ -23,6 +23,7 @@ from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale
 from support.laws import but
+from support.lines import Lines
 from support.simulated_host import SimulatedDisk, SimulatedHost
 from support.simulated_workers import TENSORS, Clock, Group, SimulatedStores, Worker
 
@@ -51,7 +52,7 @@ class World:
     """Pairs of hosts that do not hear each other."""
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
-    log: list[str] = field(default_factory=list)
+    log: Lines = field(default_factory=Lines)
     law: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the law's first state, of the job or of one of its records."""
     acts: list[Any] = field(default_factory=list)
@@ -101,7 +102,7 @@ class World:
         patience = Patience(poll_s=0.0, kept_s=0.0)
         self.stores = SimulatedStores()
         self.desk = Desk(
-            self.spec, "127.0.0.1", self.stores, self.log.append, patience, self.term,
+            self.spec, "127.0.0.1", self.stores, self.log, patience, self.term,
             is_successor=is_successor, clock=lambda: Clock.now,
         )  # fmt: skip
         live = self.live

@@ -71,7 +71,7 @@ def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:
     job = _with_generation(
         replace(job, states=replace(job.states, uncommitted=generation.hosts)), generation
     )
-    job, respaced = respacing.measured(job, event.measured)
+    job, respaced = respacing.measured(respacing.made(job, event.step), event.measured)
     return job, (CommitParts(event.hosts, generation.number), *respaced)
 
 

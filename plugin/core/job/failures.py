@@ -209,7 +209,7 @@ def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
     job, message = strike(job, newcomers & set(job.hosts))
     target = next_assignment(job)
     is_free = target is not None and failure_of(job, target) is None
-    going = f"{current.layout} is not tried again on these hosts"
+    going = f"event=change_failed {current.layout} is not tried again on these hosts"
     if target is not None and is_free:
         going += f"; the job goes on with {target.layout}"
     return job, (*message, Say(going)), is_free

@@ -67,8 +67,8 @@ def checked(report: reports.HealthChecked, host: str, job: Job) -> Result:
     )
     job = replace(job, health=replace(job.health, checks={**job.health.checks, host: failed}))
     said = Say(
-        f"host {host} fails its health check ({report.reason}): it runs no workers, and is "
-        f"asked again after {pause_s:.0f} s"
+        f"event=health_failed host={host} fails its health check ({report.reason}): it runs no "
+        f"workers, and is asked again after {pause_s:.0f} s"
     )
     # Hosts that waited for the answer go on.
     job, actions = consider(job) if job.phase is Phase.WAITING else (job, ())

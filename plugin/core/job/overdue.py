@@ -129,11 +129,12 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
         f"step {step}"
     )
     job, knocked = knock(job, hosts)
+    said = Say(f"event=hung step={step} for_s={waited:.0f} limit_s={limit:.0f}")
     late = behind(stalls)
     if not late or late.keys() == hosts:
         named = f"; behind are {_names(late, stalls)}" if late else ""
         job, actions = fail(job, where + named, is_chance=True)
-        return job, (*knocked, *actions)
+        return job, (said, *knocked, *actions)
     # If most are behind, the fault may lie with the few others.
     job, lines = bar_who_hangs(job, late if 2 * len(late) <= len(hosts) else (), waited)
     target = next_assignment(job)
@@ -141,7 +142,7 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
     reason = f"{where}; behind are {_names(late, stalls)}"
     job, asked = ask(job, late, "the others have waited for its workers in vain")
     job, actions = fail(job, reason, is_chance=True, is_loss=is_without)
-    return job, (*knocked, *lines, *asked, *actions)
+    return job, (said, *knocked, *lines, *asked, *actions)
 
 
 def _names(late: Ranks, stalls: Mapping[str, Stalled]) -> str:

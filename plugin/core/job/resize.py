@@ -425,7 +425,8 @@ def _hooked(report: reports.Hooked, host: str, job: Job) -> Result:
     return job, (Say(text),)
 
 
-for _rule in (commits.judged, commits.snapshot_judged, starting.proven, starting.proof_failed):
+for _rule in (commits.judged, commits.snapshot_judged, starting.proven, starting.proof_failed,
+              respacing.asked):  # fmt: skip
     _on.register(_rule)
 for _told in (commits.sealed, commits.skipped, commits.committed, replicating.replicated,
               archiving.archived, failures.frozen, failures.rescued, health.checked,

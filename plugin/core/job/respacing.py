@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scalai.core.job.membership import TRAINING, Job, active
 from scalai.core.job.spacing import SnapshotCost, is_noticeable
-from scalai.core.messages import commands
+from scalai.core.messages import commands, events
 from scalai.core.messages.actions import Action, Say, Send
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -34,14 +34,14 @@ def failed(job: Job) -> Result:
 def ticked(job: Job) -> Result:
     """Count training time, and command the workers' interval if it changed."""
     is_training = job.phase in TRAINING and job.attempt.is_hooked and job.current is not None
-    if not job.spacing.is_auto:
-        return job, ()
-    spacing = job.spacing.counted(job.now, _workers(job) if is_training else None)
+    spacing = job.spacing
+    if spacing.is_auto:
+        spacing = spacing.counted(job.now, _workers(job) if is_training else None)
     job = replace(job, spacing=spacing)
     if not is_training:
         return job, ()
     lines: tuple[Action, ...] = ()
-    if not spacing.said:
+    if spacing.is_auto and not spacing.said:
         spacing = replace(spacing, said="assumed")
         lines = (
             Say(
@@ -49,12 +49,38 @@ def ticked(job: Job) -> Result:
                 "measured yet"
             ),
         )
-    if spacing.told == spacing.every:
-        return replace(job, spacing=spacing), lines
-    begin = job.newest + spacing.lead(job.change.pace.step_s)
-    job = replace(job, spacing=replace(spacing, told=spacing.every))
-    told = commands.Space(job.round, begin, spacing.every)
-    return job, (*lines, Send(tuple(sorted(active(job))), told))
+    job = replace(job, spacing=spacing)
+    if spacing.told == spacing.every or spacing.asked is not None:
+        return job, lines
+    job, _, order = _order(job, spacing.every)
+    return job, (*lines, order)
+
+
+def _order(job: Job, every: int) -> tuple[Job, int, Action]:
+    """Command an interval. Returns the job, the step from which it counts, and the command."""
+    begin = job.newest + job.spacing.lead(job.change.pace.step_s)
+    job = replace(job, spacing=replace(job.spacing, told=every))
+    return job, begin, Send(tuple(sorted(active(job))), commands.Space(job.round, begin, every))
+
+
+def asked(event: events.SnapshotAsked, job: Job) -> Result:
+    """Command shorter intervals until there is a snapshot: hosts can only be told of a step that
+    none has reached when all have heard of it."""
+    if job.phase not in TRAINING or not job.attempt.is_hooked or job.spacing.asked is not None:
+        return job, ()
+    lead = job.spacing.lead(job.change.pace.step_s)
+    job, begin, order = _order(job, lead)
+    job = replace(job, spacing=replace(job.spacing, asked=begin))
+    return job, (Say(f"event=snapshot_asked step={begin + lead}"), order)
+
+
+def made(job: Job, step: int) -> Job:
+    """Fulfil a request by a snapshot of this step: the next tick commands the usual interval, and
+    the generation goes to the durable directory."""
+    if job.spacing.asked is None or step <= job.spacing.asked:
+        return job
+    job = replace(job, spacing=replace(job.spacing, asked=None))
+    return replace(job, copies=replace(job.copies, archive_at=job.now))
 
 
 def built(job: Job) -> Job:
@@ -65,16 +91,17 @@ def built(job: Job) -> Job:
 def started(job: Job, *, is_built: bool) -> Job:
     """Record the interval of a new round's workers, perhaps built before."""
     told = job.spacing.built if is_built else job.spacing.every
-    return replace(job, spacing=replace(job.spacing, told=told))
+    # A stop has made a generation.
+    return replace(job, spacing=replace(job.spacing, told=told, asked=None))
 
 
 def adopted(job: Job, told: Collection[int]) -> Job:
     """Adopt the interval of another coordinator's workers. If the workers of hosts differ, all get
     it again."""
-    if not job.spacing.is_auto:
-        return job
     every = min(told)
-    known = every if len(set(told)) == 1 else 0
+    known = every if len(set(told)) == 1 else -1
+    if not job.spacing.is_auto:
+        return replace(job, spacing=replace(job.spacing, told=known))
     return replace(job, spacing=replace(job.spacing, every=every, told=known))
 
 

@@ -123,6 +123,7 @@ class Spacing:
         told: Steps known to the workers of the present round.
         built: Steps known to standby workers.
         said: Newest logged source of the choice; empty: none.
+        asked: A person waits for a snapshot of a later step than this; None: nobody.
     """
 
     every: int = 0
@@ -139,6 +140,7 @@ class Spacing:
     told: int = 0
     built: int = 0
     said: Literal["", "assumed", "measured"] = ""
+    asked: int | None = None
 
     @property
     def step_s(self) -> float | None:

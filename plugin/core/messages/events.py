@@ -89,6 +89,13 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotAsked:
+    """A person asked for a generation beside the schedule."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time passes. ``newest``: furthest step of any agent; ``stalled``: hosts without steps."""
 
@@ -143,6 +150,7 @@ class ProofFailed:
 
 
 Event = (
-    Reported | HostJoined | HostLeaving | HostLost | Rescaled | Resumed | Ticked | Judged
+    Reported | HostJoined | HostLeaving | HostLost | Rescaled | Resumed | SnapshotAsked | Ticked
+    | Judged
     | SnapshotJudged | Proven | ProofFailed
 )  # fmt: skip

@@ -286,7 +286,7 @@ def test_who_fails_stays_idle_and_is_asked_again_later_each_time() -> None:
     for number in (1, 2, 3):
         sick = HealthChecked(number, is_healthy=False, reason="no device")
         job, due = advance_all(job, *told("b", sick))
-        assert "host b fails its health check (no device)" in lines(due)
+        assert "host=b fails its health check (no device)" in lines(due)
         assert job.phase is Phase.RUNNING and active(job) == {"a"}
         pauses.append(job.health.checks["b"].again_at - job.now)
         assert not asked(ticked(job, pauses[-1] - 1.0)[1])
