@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 
 from scalai.core.jsonable import Json
 from scalai.core.messages.actions import RESUMABLE
@@ -30,6 +31,17 @@ WARNINGS = frozenset(
     }
 )  # fmt: skip
 """Coordinator's events of a loss, or a danger of one."""
+DETAILS = frozenset(
+    {
+        "ahead", "attached", "build", "cold", "commit", "detect", "device", "drain", "drop",
+        "examined", "first_step", "freeze", "function_proven", "heard_again", "held", "hook",
+        "interface", "late_commit", "load", "measured", "move", "note", "plan", "proof",
+        "recovered", "recovery", "relaunch", "replica_hurried", "replica_rate", "replicated",
+        "rescued", "reserve", "restore", "round", "seal", "snapshot", "snapshot_every", "spaced",
+        "stop_workers", "store_memory", "table", "trusted", "warm",
+    }
+)  # fmt: skip
+"""Events within a change, and of each snapshot: ``DEBUG``. A change has one line beside them."""
 MILESTONES = frozenset(
     {
         "adopted", "archived", "control", "coordinator", "exit", "join", "leaving", "notice",
@@ -38,6 +50,7 @@ MILESTONES = frozenset(
 )  # fmt: skip
 """Events for ``--on-event``, beside all warnings and errors."""
 
+_EVENT = re.compile(r"event=(\w+)(?: code=(\d+))?")
 _PAIR = re.compile(r"""\s*([a-z]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S+)(?=\s|[:;,]|$)""")
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d+)?")
 
@@ -48,7 +61,7 @@ class LogEvent:
 
     Attributes:
         at: Seconds since 1970.
-        level: ``INFO``, ``WARNING`` or ``ERROR``.
+        level: ``DEBUG``, ``INFO``, ``WARNING`` or ``ERROR``.
         who: ``coordinator``, or the host of an agent.
         name: Kind of the event; "note" for lines without one.
         facts: Named values of the line, and those said beside it.
@@ -106,13 +119,23 @@ def _value(text: str) -> Json:
     return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def level_of(text: str) -> int:
+def level_of(text: str, facts: Mapping[str, Json] = MappingProxyType({})) -> int:
     """Level of a coordinator's line."""
-    event = re.search(r"event=(\w+)(?: code=(\d+))?", text)
-    name, code = (event[1], event[2]) if event else ("", None)
+    event = _EVENT.search(text)
+    name, code = (event[1], event[2]) if event else ("note", None)
     if name == "crashed" or code not in (None, "0", str(RESUMABLE)):
         return logging.ERROR
-    return logging.WARNING if name in WARNINGS else logging.INFO
+    if name in WARNINGS or (name == "resized" and facts.get("steps_lost")):
+        return logging.WARNING
+    return logging.DEBUG if name in DETAILS else logging.INFO
+
+
+def demote(record: logging.LogRecord) -> None:
+    """Give a detail of an agent its level."""
+    if record.levelno == logging.INFO:
+        event = _EVENT.search(record.getMessage())
+        if event is None or event[1] in DETAILS:
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
 
 
 def event_of(record: logging.LogRecord, who: str) -> LogEvent:

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 from scalai.core.jsonable import Json
-from scalai.launch.log_events import event_of, level_of
+from scalai.launch.log_events import demote, event_of, level_of
 from scalai.launch.slow_files import MOST, PatientWriter
 
 READ_S = 0.2
@@ -81,7 +81,7 @@ class JsonLines(logging.Formatter):
 def say(text: str, /, **facts: Json) -> None:
     """Log a coordinator's line at its event's level; ``facts`` only for machines."""
     logger = logging.getLogger("scalai.coordinator")
-    logger.log(level_of(text), "%s", text, extra={"facts": facts})
+    logger.log(level_of(text, facts), "%s", text, extra={"facts": facts})
 
 
 def _handler() -> logging.Handler:
@@ -91,13 +91,29 @@ def _handler() -> logging.Handler:
         return PresentStderr()
 
 
-def configure(who: str, form: str = "text") -> None:
-    """Send this process's log lines of Scalai to standard error, marked with ``who``; ``form``:
-    ``text`` or ``json``."""
+class _From:
+    """Passes records of this level on, after a detail's own level is known."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        demote(record)
+        return record.levelno >= self._level
+
+
+def configure(who: str, form: str = "text", level: str = "info") -> None:
+    """Send this process's log lines of Scalai to standard error, marked with ``who``.
+
+    Args:
+        form: ``text`` or ``json``.
+        level: The lowest one: ``debug``, ``info`` or ``warning``.
+    """
     handler = _handler()
     text = logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s")
     handler.setFormatter(JsonLines(who) if form == "json" else text)
+    handler.addFilter(_From(logging.getLevelNamesMapping()[level.upper()]))
     logger = logging.getLogger("scalai")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)
     logger.propagate = False

@@ -83,8 +83,11 @@ def _run(argv: list[str]) -> int:
 
 def say_configuration(spec: JobSpec) -> None:
     """Log the job's configuration, and a warning without snapshots."""
-    for line in spec.config.describe().splitlines():
-        log.info("event=config %s", line)
+    lines = spec.config.describe().splitlines()
+    given = [" ".join(line.split()) for line in lines if not line.endswith("(default)")]
+    log.info("event=config %s", "; ".join(given) or "all settings are the defaults")
+    for line in lines:
+        log.debug("event=config %s", line)
     for line in spec.config.ignored:
         log.warning("event=config %s", line)
     if not spec.spacing.every:
@@ -150,7 +153,7 @@ def run_agent(spec: JobSpec) -> int:
     options = spec.options
     _check_script(spec)
     host = check_host(options.host_id or socket.gethostname())
-    configure(host, options.log_format)
+    configure(host, options.log_format, options.log_level)
     spec = with_device(spec)
     self_check()
     slots = worker_count(options.nproc_per_node)

@@ -216,7 +216,7 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     given = _job_arguments(arguments)
     expanded = expand_for_coordinator(given, build_parser().parse_args(given))
     options = parse_options(expanded)
-    configure("coordinator", options.log_format)
+    configure("coordinator", options.log_format, options.log_level)
     spec = JobSpec.read(options)
     endpoint = arguments.listen or spec.options.coordinator
     if endpoint is None:

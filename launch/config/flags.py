@@ -228,6 +228,8 @@ def _add_machines(add: Callable[..., None]) -> None:
     )
     add("--log-format", choices=("text", "json"), default="text",
         help="form of Scalai's own log lines (default: text)")  # fmt: skip
+    add("--log-level", choices=("debug", "info", "warning"), default="info",
+        help="lowest level of these lines (default: info); debug: parts of a change")  # fmt: skip
     add("--control-file", metavar="FILE",
         help="file with an order to the job: scale, drain HOST or snapshot; who may write it "
         "controls the job")  # fmt: skip

@@ -63,6 +63,7 @@ class Options:
     on_event: str | None = None
     """Command that gets each important event."""
     log_format: str = "text"
+    log_level: str = "info"
     control_file: str | None = None
     """File whose changes are orders to the job."""
     is_check: bool = False

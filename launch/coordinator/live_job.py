@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from scalai.core.degrees.passes import PARTS
 from scalai.core.errors import ProofError
 from scalai.core.job import membership as m
 from scalai.core.job import proof_rules
@@ -36,7 +35,7 @@ from scalai.launch.coordinator.members import JobEnd, Members, drained, job_end,
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.starter import Starter
-from scalai.launch.coordinator.timeline import Timeline
+from scalai.launch.coordinator.timeline import Timeline, summary
 from scalai.store.parts import is_fetched
 
 SUCCESSORS_GAP = 8
@@ -593,9 +592,7 @@ class LiveJob:
                 self.timeline.note(function=function.found, prove_s=round(function.seconds, 6))
             report = self.timeline.close()
             self._ahead.changed(report)
-            passes = report.get("passes_after") or {}
-            parts = (f" {part}={passes[part]}" for part in PARTS if passes.get(part))
-            self.log(_resized(report) + "".join(parts), **report)
+            self.log(summary(report), **report)
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
@@ -610,18 +607,6 @@ def _is_held_by_writers(generations: HeldStates, number: int, hosts: Sequence[st
     return stated is not None and all(
         host in hosts and host in parts and not all(map(is_fetched, parts[host].files))
         for host in stated.hosts
-    )
-
-
-def _resized(report: Mapping[str, Json]) -> str:
-    """Log line of a change, or of the first start."""
-    if "paused_s" not in report:
-        took = f"total_s={report['total_s']:.3f}"
-        return f"event=started {took} degrees={report.get('after')}"
-    return (
-        f"event=resized paused_s={report['paused_s']:.3f} steps_lost={report.get('steps_lost', 0)} "
-        f"degrees={report.get('after')} before={report.get('before')} "
-        f"total_s={report['total_s']:.3f} reason={report['reason']!r}"
     )
 
 

@@ -222,7 +222,8 @@ def main() -> int:
     folder = Path(sys.argv[1])
     host, port = split_endpoint(sys.argv[2])
     order = json.loads(sys.stdin.read())
-    configure("coordinator", str(order["job"]["options"]["log_format"]))
+    options = order["job"]["options"]
+    configure("coordinator", str(options["log_format"]), str(options["log_level"]))
     token = str(order["token"]).encode()
     try:
         spec = JobSpec.from_json(order["job"])

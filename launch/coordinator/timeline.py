@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from scalai.core.degrees.passes import PARTS
 from scalai.core.job.membership import Assignment, Phase
 from scalai.launch.slow_files import PatientWriter
 from scalai.store.atomic import replace_file
@@ -198,6 +199,26 @@ class Timeline:
             self.reports[-1].update(function=function, prove_s=round(prove_s, 6))
             if self._folder is not None:
                 self._folder.write_again(self.reports[-1])
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """Log line of a report, for a person."""
+    ranks = report.get("world_after")
+    passes = report.get("passes_after") or {}
+    after = f"{report.get('after')}" + "".join(
+        f", {part.replace('_', ' ')} {passes[part]}" for part in PARTS if passes.get(part)
+    )
+    if "paused_s" not in report:
+        return f"event=started on {ranks} ranks, {after}, after {report['total_s']:.1f} s"
+    before, paused_s, lost = report.get("before"), report["paused_s"], report.get("steps_lost", 0)
+    layouts = after if before in (None, report.get("after")) else f"{before} -> {after}"
+    beside_s = report["total_s"] - paused_s
+    steps = f"{lost} steps lost: {report.get('steps_lost_why')}" if lost else "no step lost"
+    return (
+        f"event=resized {report['reason']}: {'back ' * (report.get('kind') == 'recovery')}on "
+        f"{ranks} ranks, {layouts}; paused {paused_s:.2f} s"
+        f"{f', {beside_s:.1f} s beside the training' if beside_s >= 0.1 else ''}; {steps}"
+    )
 
 
 class ReportFolder:
