@@ -33,11 +33,11 @@ WARNINGS = frozenset(
 """Coordinator's events of a loss, or a danger of one."""
 DETAILS = frozenset(
     {
-        "ahead", "attached", "build", "cold", "commit", "detect", "device", "drain", "drop",
-        "examined", "first_step", "freeze", "function_proven", "heard_again", "held", "hook",
-        "interface", "late_commit", "load", "measured", "move", "note", "plan", "proof",
-        "recovered", "recovery", "relaunch", "replica_hurried", "replica_rate", "replicated",
-        "rescued", "reserve", "restore", "round", "seal", "snapshot", "snapshot_every", "spaced",
+        "ahead", "build", "cold", "commit", "detect", "device", "drain", "drop", "examined",
+        "first_step", "freeze", "function_proven", "heard_again", "held", "hook", "interface",
+        "late_commit", "load", "measured", "move", "note", "plan", "proof", "recovered",
+        "relaunch", "replica_hurried", "replica_rate", "replicated", "rescued", "reserve",
+        "restore", "round", "seal", "snapshot", "snapshot_every", "spaced", "start",
         "stop_workers", "store_memory", "table", "trusted", "warm",
     }
 )  # fmt: skip
@@ -130,12 +130,12 @@ def level_of(text: str, facts: Mapping[str, Json] = MappingProxyType({})) -> int
     return logging.DEBUG if name in DETAILS else logging.INFO
 
 
-def demote(record: logging.LogRecord) -> None:
-    """Give a detail of an agent its level."""
-    if record.levelno == logging.INFO:
-        event = _EVENT.search(record.getMessage())
-        if event is None or event[1] in DETAILS:
-            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+def level_in(record: logging.LogRecord) -> int:
+    """Level of a record: details of an agent are logged as the rest."""
+    if record.levelno != logging.INFO:
+        return record.levelno
+    event = _EVENT.search(record.getMessage())
+    return logging.DEBUG if event is not None and event[1] in DETAILS else logging.INFO
 
 
 def event_of(record: logging.LogRecord, who: str) -> LogEvent:
@@ -146,4 +146,5 @@ def event_of(record: logging.LogRecord, who: str) -> LogEvent:
     found, rest = read_line(text)
     facts = {**found, **getattr(record, "facts", {})}
     name = str(facts.pop("event", "note"))
-    return LogEvent(record.created, record.levelname, who, name, facts, rest[:MOST_TEXT])
+    level = logging.getLevelName(level_in(record))
+    return LogEvent(record.created, level, who, name, facts, rest[:MOST_TEXT])

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 from scalai.core.jsonable import Json
-from scalai.launch.log_events import demote, event_of, level_of
+from scalai.launch.log_events import event_of, level_in, level_of
 from scalai.launch.slow_files import MOST, PatientWriter
 
 READ_S = 0.2
@@ -91,15 +91,15 @@ def _handler() -> logging.Handler:
         return PresentStderr()
 
 
-class _From:
-    """Passes records of this level on, after a detail's own level is known."""
+class TextLines(logging.Formatter):
+    """The usual form; ``who`` writes it."""
 
-    def __init__(self, level: int) -> None:
-        self._level = level
+    def __init__(self, who: str) -> None:
+        super().__init__(f"%(asctime)s %(level)s [scalai {who}] %(message)s")
 
-    def __call__(self, record: logging.LogRecord) -> bool:
-        demote(record)
-        return record.levelno >= self._level
+    def format(self, record: logging.LogRecord) -> str:
+        record.level = logging.getLevelName(level_in(record))
+        return super().format(record)
 
 
 def configure(who: str, form: str = "text", level: str = "info") -> None:
@@ -110,9 +110,9 @@ def configure(who: str, form: str = "text", level: str = "info") -> None:
         level: The lowest one: ``debug``, ``info`` or ``warning``.
     """
     handler = _handler()
-    text = logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s")
-    handler.setFormatter(JsonLines(who) if form == "json" else text)
-    handler.addFilter(_From(logging.getLevelNamesMapping()[level.upper()]))
+    handler.setFormatter(JsonLines(who) if form == "json" else TextLines(who))
+    least = logging.getLevelNamesMapping()[level.upper()]
+    handler.addFilter(lambda record: level_in(record) >= least)
     logger = logging.getLogger("scalai")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)

@@ -227,7 +227,8 @@ def settings_of(folder: Path) -> StartSettings:
     for pid in processes.agents(folder).values():
         path = processes.output_of(pid)
         text = "" if path is None else Path(path).read_text(errors="replace")
-        found |= dict(re.findall(r"event=config store\.(\w+) = (.*?)  \(", text))
+        for line in re.findall(r"event=config (.*)", text):
+            found |= dict(re.findall(r"\bstore\.(\w+) = (.*?) +\(", line))
         for name in ("snapshot_every", "replicas", "durable_dir"):
             given = processes.flag(pid, f"--{name.replace('_', '-')}")
             if given is not None:

@@ -427,7 +427,7 @@ def scale(
         _check(job, target)
     if not dry_run:
         live.sizing.rescale(nproc, nnodes, degrees)
-        live.timeline.begin("scale")
+        live.timeline.begin(f"a person asked for {_asked(nproc, nnodes, degrees)}")
         live.feed(events.Rescaled(live.sizing.assign(), live.clock(), nnodes))
     slots = sum(count for _, count in hosts)
     short = f"{slots} slots, {nproc} asked; " if nproc is not None and nproc > slots else ""

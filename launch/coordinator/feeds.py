@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from scalai.launch.command_runner import CommandRunner, NoAnswerError, last_line
 from scalai.launch.config.endpoint import join_endpoint
-from scalai.launch.log_events import LogEvent, demote, event_of
+from scalai.launch.log_events import LogEvent, event_of
 from scalai.store.atomic import partial_of, replace_file
 
 EVENTS = "events.jsonl"
@@ -102,7 +102,6 @@ class EventReaders(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            demote(record)
             event = event_of(record, self._who)
             for read in self._reads:
                 read(event)

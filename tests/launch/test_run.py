@@ -398,13 +398,14 @@ def test_how_many_lines_were_left_out_is_said(halted: tuple[int, int]) -> None:
         ("event=restart host b is lost; 3 restarts left", "WARNING"),
         ("event=exit code=1 reason='no agent'", "ERROR"),
         ("event=exit code=75 reason='saved'", "INFO"),
-        ("event=resized paused_s=2.1", "INFO"),
+        ("event=resized host b joined: paused 2.10 s; no step lost", "INFO"),
+        ("event=commit took_s=0.002 generation=8", "DEBUG"),
     ],
 )
 def test_what_a_job_loses_is_no_information_only(
     line: str, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "scalai")
+    caplog.set_level("DEBUG", "scalai")
     say(line)
     assert [record.levelname for record in caplog.records] == [level]
 

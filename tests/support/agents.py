@@ -74,7 +74,8 @@ class Agents:
         self._command = [
             str(SCALAI_RUN), "--nnodes", nodes,
             "--nproc-per-node", str(slots), "--job", self.job, "--report-dir", str(self.reports),
-            "--store-dir", str(self.store), "--probe", "none", "--settle-s", "0.2", *flags,
+            "--store-dir", str(self.store), "--probe", "none", "--settle-s", "0.2",
+            "--log-level", "debug", *flags,
         ]  # fmt: skip
         if degrees is not None:
             self._command += ["--elastic", str(self._configure(degrees, model, settings or {}))]

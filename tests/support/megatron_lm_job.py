@@ -80,7 +80,7 @@ class Job:
         table = "\n".join(f'{world} = "{wish}"' for world, wish in degrees.items())
         text = f"[degrees]\n{table}\n[probe]\nkind = 'none'\n[resize]\n{settings}\n"
         (folder / "elastic.toml").write_text(text)
-        launcher = [str(SCALAI_RUN), *self._identity, *launcher_flags]
+        launcher = [str(SCALAI_RUN), "--log-level", "debug", *self._identity, *launcher_flags]
         elastic = ["--elastic", str(folder / "elastic.toml"), "--nproc-per-node", str(nproc)]
         command = [str(Path(CHECKOUT, script)), *model.split(), *flags]
         given = {**os.environ, "SCALAI_LEDGER_DIR": str(folder / "ledger"), **environment}
