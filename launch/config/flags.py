@@ -13,6 +13,7 @@ import secrets
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from torch.distributed.run import get_args_parser
 
@@ -109,12 +110,28 @@ def build_parser() -> argparse.ArgumentParser:
         )
         group.add_argument(*spellings, **settings)  # type: ignore[arg-type]  # argparse's overloads
 
+    parser._get_option_tuples = _unless_ambiguous(  # type: ignore[assignment, method-assign]
+        parser._get_option_tuples
+    )
     _add_job(add)
     _add_state(add)
     _add_changes(add)
     _add_machines(add)
     add_removed_flags(parser)
     return parser
+
+
+def _unless_ambiguous(
+    matches: Callable[[str], list[Any]],
+) -> Callable[[str], list[Any]]:
+    """Let an abbreviation of several flags be none: argparse looks at the script's own flags, too,
+    and a script may have ``--log`` or ``--metrics``."""
+
+    def found(text: str) -> list[Any]:
+        known = matches(text)
+        return known[:1] if len({id(each[0]) for each in known}) == 1 else []
+
+    return found
 
 
 def _add_job(add: Callable[..., None]) -> None:
