@@ -1,6 +1,7 @@
 """What machines read of a job, and the file by which they steer it."""
 
 import http.client
+import importlib.util
 import json
 import logging
 import os
@@ -20,7 +21,6 @@ import pytest
 import yaml
 
 from scalai.core.errors import RefusedError, UsageError
-from scalai.launch.config import flags as flag_module
 from scalai.launch.config.flags import parse_options
 from scalai.launch.coordinator import feeds
 from scalai.launch.coordinator.control_file import (
@@ -111,7 +111,7 @@ def test_a_wrong_value_is_refused(wrong: list[str]) -> None:
 def test_metrics_without_their_package_are_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flag_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="prometheus-client"):
         parse_options(["--metrics-port", "0", "script.py"])
 
@@ -504,7 +504,7 @@ def test_what_is_no_file_of_orders_is_said_once(
         lambda: path.symlink_to("/etc/passwd"),
         lambda: path.write_bytes(b"#" * 5000),
         lambda: path.write_bytes(b"drain \xff"),
-        lambda: (path.write_text("drain a"), path.chmod(0o666)),
+        lambda: [path.touch(), path.chmod(0o666)],  # type: ignore[func-returns-value]
     ):
         caplog.clear()
         make()
