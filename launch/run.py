@@ -2,6 +2,7 @@
 until it ends.
 """
 
+import json
 import logging
 import os
 import signal
@@ -77,7 +78,8 @@ def _run(argv: list[str]) -> int:
         return run_agent(spec)
     spec = with_device(spec)
     slots = worker_count(spec.options.nproc_per_node)
-    print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
+    report = check_elastic(spec.options, spec.config, slots, spec.deepspeed)
+    print(json.dumps(report.to_json()) if spec.options.is_json else report)
     return 0
 
 

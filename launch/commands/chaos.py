@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
     _add_judging(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the schedule alone")
     parser.add_argument("--list", action="store_true", help="print the kinds of faults, and exit")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 
 
@@ -109,7 +110,7 @@ def _add_judging(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inject, and judge. Raises ``UsageError`` where there is nothing to inject into."""
     if args.list:
-        print(describe())
+        print(json.dumps({"kinds": describe().splitlines()}) if args.json else describe())
         return 0
     if args.judge:
         return _judge(args)
@@ -131,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
         chaos = Chaos(folder, plan, say)
         schedule = chaos.prepare()
         if args.dry_run:
-            print("\n".join(map(str, schedule)))
+            lines = list(map(str, schedule))
+            print(json.dumps({"schedule": lines}) if args.json else "\n".join(lines))
             return 0
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "events.jsonl").unlink(missing_ok=True)
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
             raise
     verdict = _compared(args, verdict)
     _write(args.out, verdict)
-    print(table(verdict))
+    print(json.dumps(verdict.to_json()) if args.json else table(verdict))
     return 0 if verdict.holds else FAILED
 
 
@@ -230,5 +232,5 @@ def _judge(args: argparse.Namespace) -> int:
     found["holds"] = not found["failed"] and found["passed"] > 0 and not verdict.wrong
     path.write_text(json.dumps(found, indent=1) + "\n")
     draw(found, args.out / "verdict.png")
-    print("\n".join(verdict.wrong) or "nothing differs")
+    print(json.dumps(found) if args.json else "\n".join(verdict.wrong) or "nothing differs")
     return 0 if found["holds"] else FAILED

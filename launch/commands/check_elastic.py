@@ -17,6 +17,7 @@ from scalai.core.degrees.degrees import AXES, Degrees, ModelLimits
 from scalai.core.degrees.passes import PARTS
 from scalai.core.degrees.policy import Case, Choice, DegreePolicy
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.core.planner.preference import KNOWN_LAYOUTS
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
@@ -52,9 +53,37 @@ class WorldLine:
         idle = "all" if self.idle is None else _span(*self.idle)
         return self.change or _span(self.least, self.most), degrees, idle, self.reason
 
+    def to_json(self) -> dict[str, Json]:
+        chosen = self.choice
+        return {
+            "ranks": [self.least, self.most], "change": self.change or None,
+            "degrees": chosen.degrees.to_json() if chosen else None, "least_dp": self.least_dp,
+            "idle": list(self.idle) if self.idle else None, "reason": self.reason,
+        }  # fmt: skip
+
 
 def _span(least: int, most: int) -> str:
     return str(least) if least == most else f"{least}-{most}"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticReport:
+    """Lines about the settings and about what may change, and one for each world."""
+
+    about: Sequence[str]
+    changes: Sequence[str]
+    worlds: Sequence[WorldLine]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.about, *self.changes, "", *_table(self.worlds)])
+
+    def to_json(self) -> dict[str, Json]:
+        """Plain values for ``json``."""
+        return {
+            "notes": [line for text in self.about for line in text.splitlines() if line],
+            "changes": list(self.changes),
+            "worlds": [each.to_json() for each in self.worlds],
+        }
 
 
 def check_elastic(
@@ -62,8 +91,8 @@ def check_elastic(
     config: ElasticConfig,
     slots: int,
     deepspeed: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the whole report as text.
+) -> ElasticReport:
+    """Return the whole report.
 
     Args:
         slots: Workers of one host (``--nproc-per-node`` as a number).
@@ -96,7 +125,7 @@ def check_elastic(
         raise RefusedError(f"no world has valid degrees; the last one: {lines[-1].reason}")
     offered = offered_degrees(facts.limits, facts.policy, worlds)
     changes = (*_changes(facts.limits, offered), *_passes(facts.policy))
-    return "\n".join([*_header(facts, config), *changes, "", *_table(lines)])
+    return ElasticReport(tuple(_header(facts, config)), changes, lines)
 
 
 def offered_degrees(

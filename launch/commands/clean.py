@@ -1,12 +1,15 @@
 """``scalai clean``: remove leftovers of killed jobs in shared memory, and a job's saved state."""
 
 import argparse
+import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.core.errors import PeerError, StoreError, UsageError
+from scalai.core.jsonable import Json
 from scalai.launch.agent.durable import FINAL_LEDGER, FINISHED
 from scalai.launch.agent.leftovers import Leftover, find_leftovers, find_saved, sizes
 from scalai.launch.config.endpoint import read_card
@@ -38,6 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="remove states of resumable jobs too")
     parser.add_argument("--dry-run", action="store_true", help="print the removals only")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 
 
@@ -53,27 +57,60 @@ def run(args: argparse.Namespace) -> int:
     if args.job is None:
         if args.durable_dir is not None:
             raise UsageError("--durable-dir needs --job: say whose state is to be removed.")
-        freed = sum(_clean(job, args) for job in _jobs(root))
+        each_job = (_clean(job, args) for job in _jobs(root))
     else:
-        freed = _clean_named(root / check_job(args.job), args)
+        each_job = (each for each in _clean_named(root / check_job(args.job), args))
+    done = list[_Cleaned]()
+    for each in each_job:
+        done.append(each)
+        if not args.json:
+            each.show(is_dry=args.dry_run)
+    freed = sum(each.size_bytes for each in done if not each.why_left)
+    if args.json:
+        entries = [each.to_json() for each in done]
+        print(json.dumps({"dry_run": args.dry_run, "freed_bytes": freed, "entries": entries}))
+        return 0
     print(f"{'would free' if args.dry_run else 'freed'} {freed} bytes in {root}")
     return 0
 
 
-def _clean(job: Path, args: argparse.Namespace) -> int:
+@dataclass(frozen=True, slots=True)
+class _Cleaned:
+    """A directory removed, or left for a reason, and the states in it."""
+
+    path: Path
+    size_bytes: int
+    found: Sequence[Leftover]
+    why_left: str = ""
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "path": str(self.path), "size_bytes": self.size_bytes, "why_left": self.why_left,
+            "states": [{"path": str(each.path), "text": each.text} for each in self.found],
+        }  # fmt: skip
+
+    def show(self, *, is_dry: bool) -> None:
+        if self.why_left:
+            print(f"left      {self.path}  {self.why_left}")
+        else:
+            what = "would remove" if is_dry else "remove"
+            print(f"{what}  {self.path}  {self.size_bytes} bytes")
+        for each in self.found:
+            print(f"            {each.path.parent.name}/{each.path.name}: {each.text}")
+
+
+def _clean(job: Path, args: argparse.Namespace) -> _Cleaned:
     """Remove one of all jobs, or leave it and print the reason."""
     reason = _alive(job)
     found = _leftovers(job)
     if not reason and any(each.is_resumable for each in found) and not args.force:
         reason = f"could be resumed; --job {job.name} --force removes it"
     if reason:
-        print(f"left      {job}  {reason}")
-        _show(found)
-        return 0
+        return _Cleaned(job, 0, found, reason)
     return _remove(job, found, is_dry=args.dry_run)
 
 
-def _clean_named(job: Path, args: argparse.Namespace) -> int:
+def _clean_named(job: Path, args: argparse.Namespace) -> list[_Cleaned]:
     """Remove one job and its saved state, after checks of everything."""
     saved = None if args.durable_dir is None else args.durable_dir / job.name
     has_saved = saved is not None and saved.is_dir()
@@ -97,10 +134,10 @@ def _clean_named(job: Path, args: argparse.Namespace) -> int:
             f"job {job.name!r} could be resumed from what would be removed:{lines}\n"
             "Remove it all the same by --force."
         )
-    freed = _remove(job, found, is_dry=args.dry_run) if job.is_dir() else 0
+    done = [_remove(job, found, is_dry=args.dry_run)] if job.is_dir() else []
     if saved is not None and has_saved:
-        freed += _remove_saved(saved, kept, is_dry=args.dry_run)
-    return freed
+        done.append(_remove_saved(saved, kept, is_dry=args.dry_run))
+    return done
 
 
 def _jobs(root: Path) -> list[Path]:
@@ -168,18 +205,11 @@ def _leftovers(job: Path) -> list[Leftover]:
     return [each for name in _hosts(job) for each in find_leftovers(job / name)]
 
 
-def _show(found: Sequence[Leftover]) -> None:
-    for each in found:
-        print(f"            {each.path.parent.name}/{each.path.name}: {each.text}")
-
-
-def _remove(job: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
-    """Remove a dead job's directory; returns the bytes of its files."""
-    size = sum(sizes(job))
-    print(f"{'would remove' if is_dry else 'remove'}  {job}  {size} bytes")
-    _show(found)
+def _remove(job: Path, found: Sequence[Leftover], *, is_dry: bool) -> _Cleaned:
+    """Remove a dead job's directory."""
+    done = _Cleaned(job, sum(sizes(job)), found)
     if is_dry:
-        return size
+        return done
     # Held until all is gone, so that no agent starts in what is being removed.
     locks = []
     try:
@@ -190,17 +220,15 @@ def _remove(job: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
     finally:
         for lock in locks:
             lock.release()
-    return size
+    return done
 
 
-def _remove_saved(folder: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
+def _remove_saved(folder: Path, found: Sequence[Leftover], *, is_dry: bool) -> _Cleaned:
     """Remove a job's saved state, renamed first: nobody finds half of it."""
-    size = sum(sizes(folder))
-    print(f"{'would remove' if is_dry else 'remove'}  {folder}  {size} bytes")
-    _show(found)
+    done = _Cleaned(folder, sum(sizes(folder)), found)
     if is_dry:
-        return size
+        return done
     aside = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
     os.rename(folder, aside)
     shutil.rmtree(aside)
-    return size
+    return done

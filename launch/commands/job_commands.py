@@ -9,6 +9,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def add_parser(commands: Any) -> None:
         commands, "status", "Print world, degrees, generation, step and last resize of a job.",
         _status,
     )  # fmt: skip
-    status.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(status)
     scale = _add_asking(
         commands, "scale",
         "Change the number of workers or hosts, or the degrees, of a running job. The request "
@@ -47,6 +48,7 @@ def add_parser(commands: Any) -> None:
     scale.add_argument("--nnodes", type=int, metavar="N", help="largest number of hosts")
     scale.add_argument("--degrees", metavar="WISH", help="degrees, such as 'tp2 pp1'")
     _add_dry_run(scale, "the change")
+    _add_json(scale)
     resume = _add_asking(
         commands, "resume",
         "Let a job that waits for its newest state continue from an older generation. All newer "
@@ -56,6 +58,7 @@ def add_parser(commands: Any) -> None:
         "--generation", type=int, required=True, metavar="N", help="generation to continue from"
     )
     _add_dry_run(resume, "the generations to be given up")
+    _add_json(resume)
     coordinator = _add_with_job(
         commands, "coordinator",
         "Serve a job from a stable endpoint, before its agents start.", _coordinator,
@@ -73,6 +76,7 @@ def add_parser(commands: Any) -> None:
     doctor.add_argument(
         "--store-dir", type=Path, metavar="DIR", help="folder of the stores (default: /dev/shm)"
     )
+    _add_json(doctor)
 
 
 def _add_asking(commands: Any, name: str, about: str, run: Run) -> argparse.ArgumentParser:
@@ -94,6 +98,10 @@ def _add_asking(commands: Any, name: str, about: str, run: Run) -> argparse.Argu
 
 def _add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=f"print {what}, and change nothing")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _add_with_job(
@@ -190,17 +198,20 @@ def _scale(arguments: argparse.Namespace) -> int:
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
-    _print_reason(_ask(arguments, scale), is_dry=arguments.dry_run)
+    _print_answer(_ask(arguments, scale), arguments)
     return 0
 
 
-def _print_reason(answer: Mapping[str, Any], *, is_dry: bool) -> None:
-    print("dry run, nothing is changed: " * is_dry + answer["reason"])
+def _print_answer(answer: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps({"dry_run": arguments.dry_run, **answer}))
+        return
+    print("dry run, nothing is changed: " * arguments.dry_run + answer["reason"])
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     answer = _ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
-    _print_reason(answer, is_dry=arguments.dry_run)
+    _print_answer(answer, arguments)
     return 0
 
 
@@ -239,6 +250,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from scalai.launch.commands.doctor import examine
 
     findings = list(examine(arguments.store_dir, _job_arguments(arguments)))
+    if arguments.json:
+        is_ready = not any(finding.is_fatal for finding in findings)
+        print(json.dumps({"is_ready": is_ready, "findings": list(map(asdict, findings))}))
+        return 0 if is_ready else REFUSED
     for finding in findings:
         print(f"{'no' if finding.is_fatal else 'ok'}  {finding.name:14} {finding.text}")
     return REFUSED if any(finding.is_fatal for finding in findings) else 0

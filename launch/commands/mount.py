@@ -1,6 +1,7 @@
 """``scalai mount`` and ``scalai unmount``: the tree of a job as a file system."""
 
 import argparse
+import json
 import logging
 import os
 import subprocess
@@ -63,16 +64,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     mount.add_argument("--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)")
     mount.add_argument("--log", type=Path, metavar="FILE", help="log of the process")
     mount.add_argument("--foreground", action="store_true", help="serve in this process")
+    mount.add_argument("--json", action="store_true", help="one JSON object")
     mount.set_defaults(run=_mount)
     add_removed_flags(mount)
     gone = subparsers.add_parser("unmount", help="end a mount", description="End a mount.")
     gone.add_argument("point", type=Path, metavar="POINT", help="folder of the mount")
     gone.add_argument("--lazy", action="store_true", help="end it in spite of open files")
+    gone.add_argument("--json", action="store_true", help="one JSON object")
     gone.set_defaults(run=_unmount)
 
 
 def _unmount(args: argparse.Namespace) -> int:
     unmount(absolute(args.point), is_lazy=args.lazy)
+    if args.json:
+        print(json.dumps({"point": str(absolute(args.point))}))
     return 0
 
 
@@ -87,7 +92,12 @@ def _mount(args: argparse.Namespace) -> int:
         serve(tree, str(point), args.what)
         return 0
     tree.close()
-    _start(args, point)
+    process, path = _start(args, point)
+    if args.json:
+        served = {"what": args.what, "point": str(point), "process": process, "log": str(path)}
+        print(json.dumps({**served, "notes": list(said_of(tree))}))
+        return 0
+    print(f"{args.what} is mounted at {point} by process {process}; its log is {path}")
     print("\n".join(said_of(tree)))
     return 0
 
@@ -167,8 +177,8 @@ def fuse_server() -> Any:
     return serve
 
 
-def _start(args: argparse.Namespace, point: Path) -> None:
-    """Start the serving process, and wait for the mount."""
+def _start(args: argparse.Namespace, point: Path) -> tuple[int, Path]:
+    """Start the serving process, and wait for the mount. Returns its number and its log."""
     path = args.log
     if path is None:
         number, name = tempfile.mkstemp(prefix="scalai-mount-", suffix=".log")
@@ -182,8 +192,7 @@ def _start(args: argparse.Namespace, point: Path) -> None:
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         if find_mount(point) is not None:
-            print(f"{args.what} is mounted at {point} by process {process.pid}; its log is {path}")
-            return
+            return process.pid, path
         time.sleep(0.05)
     process.kill()
     process.wait(10)

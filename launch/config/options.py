@@ -67,6 +67,8 @@ class Options:
     control_file: str | None = None
     """File whose changes are orders to the job."""
     is_check: bool = False
+    is_json: bool = False
+    """The report of ``is_check`` is JSON."""
     is_fresh: bool = False
     """Begin anew although there is a state of the job."""
     overrides: Mapping[str, object] = field(default_factory=dict)

@@ -59,7 +59,7 @@ def read_order(text: str) -> Order | None:
     if len(lines) > 1:
         raise UsageError(f"{len(lines)} lines; expected one order: {FORMS}.")
     try:
-        words = shlex.split(lines[0])
+        words = shlex.split(lines[0], comments=True)
     except ValueError as error:
         raise UsageError(f"{lines[0]!r}: {error}; expected {FORMS}.") from error
     match words:

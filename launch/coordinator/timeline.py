@@ -55,9 +55,12 @@ class Timeline:
         self._facts: dict[str, Any] = {}
 
     def begin(self, reason: str, cause: Cause = "asked") -> None:
-        """Begin the time of a change, unless one is in progress."""
+        """Begin the time of a change, unless one is in progress. Workers may notice the loss of a
+        host first, by their failure."""
         if not self.is_open:
             self._begin(reason, cause)
+        elif cause == "lost" and self.cause == "failed" and not self.has_round:
+            self._reason, self.cause = reason, cause
 
     @property
     def is_open(self) -> bool:

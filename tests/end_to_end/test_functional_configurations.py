@@ -73,7 +73,7 @@ def test_most_configurations_are_taken_and_what_is_offered_is_valid_for_megatron
     for configuration in configurations:
         spec = spec_of(configuration)
         try:
-            report = check_elastic(spec.options, spec.config, RANKS, spec.deepspeed)
+            report = str(check_elastic(spec.options, spec.config, RANKS, spec.deepspeed))
         except RefusedError as error:
             refused[configuration.name] = str(error)
             continue

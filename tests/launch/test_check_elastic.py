@@ -25,7 +25,8 @@ EXAMPLES = Path(__file__).parents[2] / "configs"
 
 def check(flags: str, config: ElasticConfig | None = None, slots: int = 4) -> str:
     options = parse_options(["--check-elastic", *flags.split()])
-    return check_elastic(options, config or load_config(options.elastic, options.overrides), slots)
+    config = config or load_config(options.elastic, options.overrides)
+    return str(check_elastic(options, config, slots))
 
 
 def rows(report: str) -> dict[str, list[str]]:
@@ -224,6 +225,10 @@ def test_a_host_that_can_run_a_job_is_told_so(
     assert "deepspeed" in report and ", hooked: tried" in report
     assert "1-4  TP1·PP1·DP1-4" in report
     assert "mount  " in report
+    code, report = doctor(capsys, "--store-dir", str(tmp_path), "--json", "--", *flags)
+    found = json.loads(report)
+    assert code == 0 and found["is_ready"] is True
+    assert "mount" in {each["name"] for each in found["findings"]}
 
 
 @pytest.mark.fault
@@ -296,3 +301,12 @@ def test_a_store_that_is_not_ones_own_is_named(
     assert "may take the store away" not in doctor(capsys, "--store-dir", str(store))[1]
     tmp_path.chmod(0o777)
     assert "may take the store away" in doctor(capsys, "--store-dir", str(store))[1]
+
+
+def test_the_report_is_json_for_machines() -> None:
+    options = parse_options(["--check-elastic", "--nnodes", "1:2", *GPT.split()])
+    config = load_config(options.elastic, options.overrides)
+    report = json.loads(json.dumps(check_elastic(options, config, 4).to_json()))
+    four = next(each for each in report["worlds"] if each["ranks"][0] <= 4 <= each["ranks"][1])
+    assert four["degrees"]["tp"] * four["degrees"]["pp"] * four["degrees"]["dp"] >= 4
+    assert any("may change" in line for line in report["changes"]) and report["notes"]

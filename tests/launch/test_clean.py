@@ -1,6 +1,7 @@
 """``scalai clean``: what killed jobs left goes, what lives stays."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,19 @@ def test_a_dry_run_removes_nothing(open_store: Opener, capsys: pytest.CaptureFix
     assert job.exists() and f"would remove  {job}" in capsys.readouterr().out
     run(job.parent, "--dry-run", "--job", "dead")
     assert job.exists() and "step 1," in capsys.readouterr().out
+
+
+def test_a_machine_reads_what_goes_and_what_stays(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = leave(open_store, "dead", "a")
+    open_store("alive", "b")
+    run(dead.parent, "--dry-run", "--force", "--json")
+    found = json.loads(capsys.readouterr().out)
+    alive, gone = found["entries"]
+    assert "in use by process" in alive["why_left"] and alive["size_bytes"] == 0
+    assert gone["path"] == str(dead) and found["freed_bytes"] == gone["size_bytes"] > 0
+    assert "step 1," in gone["states"][0]["text"] and found["dry_run"] is True
 
 
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:

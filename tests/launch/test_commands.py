@@ -68,6 +68,10 @@ def test_a_wish_that_is_only_tried_says_that_nothing_is_changed(
         said = capsys.readouterr().out
         assert not ended.value.code and answer.value()["reason"] in said
         assert ("nothing is changed" in said) is bool(flags)
+        with pytest.raises(SystemExit):
+            cli.main([*wish, *flags, "--json", "--store-dir", str(tmp_path), "--job", "j"])
+        found = json.loads(capsys.readouterr().out)
+        assert found == {"dry_run": bool(flags), **answer.value()}
     server.close()
 
 

@@ -318,6 +318,38 @@ def test_workers_that_were_built_before_a_choice_are_told() -> None:
     assert respacing.started(learned, is_built=False).spacing.told == learned.spacing.every
 
 
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_who_asks_for_a_snapshot_gets_one_and_the_usual_interval_returns(is_auto: bool) -> None:
+    """Also in the durable directory, whose turn would come later."""
+    job, _ = ticked(trained(is_auto, archive_every_s=1800.0), 10.0, 60)
+    job, due = advance(job, events.SnapshotAsked(11.0))
+    orders: list[Any] = [e for e in map(ordered, due) if isinstance(e, commands.Space)]
+    (order,) = orders
+    assert order.begin > 60 and 0 < order.every < FIRST_STEPS
+    assert not advance(job, events.SnapshotAsked(11.5))[1], "one at a time"
+    job, said = ticked(job, 12.0, 61)
+    assert not said, "the others have yet to hear of it"
+    first = events.SnapshotJudged(("a", "b"), order.begin, 7, None)
+    assert advance(job, first)[0].spacing.asked is not None, "an earlier one does not count"
+    later = events.SnapshotJudged(("a", "b"), order.begin + order.every, 8, None)
+    job, _ = advance(job, later)
+    assert job.copies.archive_at == job.now
+    job, said = ticked(job, 13.0, order.begin + order.every)
+    (back,) = [each for each in said if isinstance(each, commands.Space)]
+    assert back.every == FIRST_STEPS and back.begin > order.begin
+    assert not [e for e in ticked(job, 14.0, 99)[1] if isinstance(e, commands.Space)]
+
+
+@pytest.mark.fault
+def test_a_stop_fulfils_a_request_and_a_new_coordinator_forgets_it() -> None:
+    job, _ = advance(trained(is_auto=False), events.SnapshotAsked(11.0))
+    assert respacing.started(job, is_built=False).spacing.told == FIRST_STEPS
+    assert respacing.started(job, is_built=False).spacing.asked is None
+    adopted = respacing.adopted(trained(is_auto=False), {job.spacing.told})
+    (back,) = [e for e in ticked(adopted, 12.0, 61)[1] if isinstance(e, commands.Space)]
+    assert back.every == FIRST_STEPS
+
+
 def test_nobody_is_told_during_a_stop() -> None:
     found, _ = made(trained(), SnapshotCost(2.0, 3.0, 1.0))
     stopping = replace(found, phase=m.Phase.PREPARING, awaited=frozenset("ab"))
