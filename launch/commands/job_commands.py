@@ -15,6 +15,7 @@ from typing import Any
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.messages.shared import JsonText, Request
+from scalai.launch.commands.status import WAIT_S, add_flags, await_change, seconds, show
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
     read_card,
@@ -35,10 +36,10 @@ Run = Callable[[argparse.Namespace], int]
 def add_parser(commands: Any) -> None:
     """Add the commands."""
     status = _add_asking(
-        commands, "status", "Print world, degrees, generation, step and last resize of a job.",
+        commands, "status", "Print layout, hosts, state, risk and last change of a job.",
         _status,
     )  # fmt: skip
-    _add_json(status)
+    add_flags(status)
     scale = _add_asking(
         commands, "scale",
         "Change the number of workers or hosts, or the degrees, of a running job. The request "
@@ -47,6 +48,10 @@ def add_parser(commands: Any) -> None:
     scale.add_argument("--nproc", type=int, metavar="N", help="number of workers in total")
     scale.add_argument("--nnodes", type=int, metavar="N", help="largest number of hosts")
     scale.add_argument("--degrees", metavar="WISH", help="degrees, such as 'tp2 pp1'")
+    scale.add_argument(
+        "--wait", type=seconds, nargs="?", const=WAIT_S, metavar="S",
+        help=f"return once the job trains so, at most after S seconds ({WAIT_S:g})",
+    )  # fmt: skip
     _add_dry_run(scale, "the change")
     _add_json(scale)
     resume = _add_asking(
@@ -145,51 +150,7 @@ def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) 
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    status = _ask(arguments, calls.Status())
-    if arguments.json:
-        print(json.dumps(status))
-        return 0
-    last, stalls, missing = status.pop("last_resize"), status["no_progress"], status.pop("missing")
-    waits = [f"{host}: {what}" for host, what in status.pop("held").items()]
-    status["waits_for"] = "; ".join(waits) or missing
-    status["workers"] = ", ".join(f"{host}: {count}" for host, count in status["workers"].items())
-    status["hosts"] = ", ".join(f"{h} ({of['slots']} slots)" for h, of in status["hosts"].items())
-    unhealthy = status.pop("unhealthy_hosts")
-    status["unhealthy"] = "; ".join(f"{h}: {why}" for h, why in unhealthy.items()) or None
-    failure = status["last_failure"]
-    status["last_failure"] = failure and f"{failure['host']}: {failure['kind']}"
-    status["no_progress"] = "; ".join(_describe_stall(*stall) for stall in stalls.items()) or None
-    for key, value in status.items():
-        print(f"{key.replace('_', ' '):16} {value if value is not None else '-'}")
-    if last is not None:
-        phases = ", ".join(
-            f"{name} {value:.2f}" for name, value in last["seconds"].items() if value
-        )
-        paused = f"paused {last['paused_s']:.2f} s, " if "paused_s" in last else ""
-        print(
-            f"{'last resize':16} {last.get('before')} -> {last.get('after')}{_passes(last)}: "
-            f"{paused}{last['total_s']:.2f} s in all ({phases})"
-        )
-    return 0
-
-
-def _passes(last: Mapping[str, Any]) -> str:
-    """The passes changed by a resize, as text."""
-    before, after = last.get("passes_before") or {}, last.get("passes_after") or {}
-    changed = [
-        f", {key.replace('_', ' ')} {before[key] or 'as given'} -> {after[key] or 'as given'}"
-        for key in before.keys() & after.keys()
-        if before[key] != after[key]
-    ]
-    return "".join(sorted(changed))
-
-
-def _describe_stall(host: str, stall: Mapping[str, Any]) -> str:
-    ranks = ", ".join(map(str, stall["ranks"]))
-    return (
-        f"{host}: ranks {ranks} at step {stall['step']} for {stall['for_s']:.0f} s (stacks in the "
-        "log of this host's agent)"
-    )
+    return show(arguments, lambda: _ask(arguments, calls.Status()))
 
 
 def _scale(arguments: argparse.Namespace) -> int:
@@ -198,8 +159,11 @@ def _scale(arguments: argparse.Namespace) -> int:
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
-    _print_answer(_ask(arguments, scale), arguments)
-    return 0
+    answer = _ask(arguments, scale)
+    _print_answer(answer, arguments)
+    if arguments.wait is None or arguments.dry_run:
+        return 0
+    return await_change(lambda: _ask(arguments, calls.Status()), answer, arguments.wait)
 
 
 def _print_answer(answer: Mapping[str, Any], arguments: argparse.Namespace) -> None:

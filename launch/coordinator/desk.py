@@ -13,7 +13,15 @@ from functools import lru_cache
 from scalai.core.degrees.passes import AS_GIVEN
 from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.job.assigning import failure_of, placed
-from scalai.core.job.membership import TRAINING, Assignment, Job, Phase, present, staying
+from scalai.core.job.membership import (
+    TRAINING,
+    Assignment,
+    Job,
+    Phase,
+    active,
+    present,
+    staying,
+)
 from scalai.core.job.transitions import UNHOOKED, missing
 from scalai.core.jsonable import Json
 from scalai.core.messages import events
@@ -50,6 +58,7 @@ from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.sight import Lookout
 from scalai.runtime.calls import Peer
 from scalai.store.manifest import manifest_of_bytes
 from scalai.store.places import check_host
@@ -326,12 +335,14 @@ class Desk:
 
     def _status(self) -> Json:
         job, reports = self.live.state, self.live.timeline.reports
-        stalled = self.live.members.stalled()
-        newest = job.newest_generation
+        stalled, every = self.live.members.stalled(), job.spacing.every
+        newest, sight = job.newest_generation, Lookout(self.live).look()
         return {
             "job": self._spec.job,
             "term": self.live.members.term,
             "phase": job.phase.value,
+            "phase_s": round(self.live.clock() - self.live.entered_at, 1),
+            "is_training": job.phase in TRAINING,
             "round": job.round,
             "world_size": job.current.degrees.world_size if job.current else 0,
             "degrees": str(job.current.degrees) if job.current else None,
@@ -341,6 +352,10 @@ class Desk:
             "workers": dict(job.current.workers) if job.current else {},
             "generation": newest.number if newest else None,
             "generation_step": newest.step if newest else None,
+            "generation_age_s": sight.generation_age_s,
+            "next_snapshot_step": newest.step + every if newest and every else None,
+            "host_loss": _host_loss(job, sight.step),
+            "idle_hosts": _idle(job),
             "step": self.live.members.newest(),
             "no_progress": {host: asdict(each) for host, each in stalled.items()},
             "held": dict(job.stop.held) if job.phase is Phase.PREPARING else {},
@@ -355,6 +370,38 @@ class Desk:
             "last_failure": self.live.last_failure,
             "last_resize": reports[-1] if reports else None,
         }
+
+
+def _idle(job: Job) -> dict[str, Json]:
+    """Hosts without workers, each with the reason."""
+    found: dict[str, Json] = {}
+    for name, host in job.hosts.items():
+        if job.current is not None and name in job.current.members:
+            continue
+        check, until = job.health.checks.get(name), job.health.barred.get(name)
+        if host.is_leaving:
+            found[name] = "it leaves"
+        elif check is not None:
+            found[name] = check.reason or "its health is being checked"
+        elif until is not None:
+            found[name] = f"it was lost, and waits for {max(0.0, until - job.now):.0f} s"
+        else:
+            found[name] = missing(job) if job.current is None else job.current.reason
+    return found
+
+
+def _host_loss(job: Job, step: int) -> Json:
+    """Most steps that the loss of a host with its memory would cost now; None: unknown, or the
+    state."""
+    if len(active(job)) < 2 and len(job.hosts) < 2:
+        where = "--durable-dir" if job.copies.archived else "no disk"
+        return {"steps": None, "why": f"no other host has the state, and {where} has a generation"}
+    made = job.copies.replicated
+    kept = [each for each in job.states.generations if made and each.number <= made[0]]
+    if not kept:
+        return {"steps": None, "why": "other hosts have no replicas of it yet"}
+    why = f"others have generation {kept[-1].number}"
+    return {"steps": max(0, step - kept[-1].step), "why": why}
 
 
 # ---------------------------------------------------------------------- requests of persons

@@ -118,6 +118,8 @@ class LiveJob:
         took_over_at = clock() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
         self.timeline = Timeline(spec.report_dir, self.log, clock)
+        self.entered_at = clock()
+        """Start of the present phase, in seconds of the clock."""
 
     @property
     def has_ended(self) -> bool:
@@ -407,6 +409,7 @@ class LiveJob:
         self.command(hosts, end.farewell)
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
+        self.entered_at = self.clock()
         emergency = self.state.emergency
         failure = "" if emergency is None else emergency.reason
         if now is m.Phase.STOPPING and self.state.function.is_refuted:
