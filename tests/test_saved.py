@@ -3,7 +3,6 @@ wrote it."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
 from scalai.launch.agent.durable import attach_durable, refuse_finished
-from scalai.launch.commands import job_commands as questions
+from scalai.launch.commands.status import change_text
 from scalai.launch.config.constants import CONSTANTS
 from scalai.launch.config.elastic_config import load_config
 from scalai.launch.config.flags import parse_options
@@ -120,16 +119,9 @@ def test_a_job_that_has_finished_is_still_known(release: Path) -> None:
         refuse_finished(release / "durable" / "done")
 
 
-def test_status_tells_of_a_change_that_was_reported(
-    release: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_tells_of_a_change_that_was_reported(release: Path) -> None:
     last = json.loads((release / "reports" / "resize-0002.json").read_text())
-    status: dict[str, Any] = {
-        "workers": {}, "hosts": {}, "held": {}, "missing": None, "no_progress": {},
-        "unhealthy_hosts": {}, "last_failure": None, "last_resize": last,
-    }  # fmt: skip
-    monkeypatch.setattr(questions, "_ask", lambda *asked: status)
-    assert "TP2·PP1·DP1 -> TP1·PP1·DP1: " in run(capsys, "status")
+    assert "TP2·PP1·DP1 -> TP1·PP1·DP1: " in change_text(last)
 
 
 def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Path) -> None:

@@ -94,7 +94,7 @@ def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> 
     while True:
         status = ask()
         if (status["degrees"], _working(status)) == wanted and status["phase"] == "running":
-            print(_change(status["last_resize"]))
+            print(change_text(status["last_resize"]))
             return 0
         failed = status["failed_changes"] if failed is None else failed
         if news := [each for each in status["failed_changes"] if each not in failed]:
@@ -151,7 +151,7 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "stands still", _stall(*stall)
     yield "restarts left", str(status["restarts_left"])
     if (last := status["last_resize"]) is not None:
-        yield "last change", _change(last)
+        yield "last change", change_text(last)
     for failed in status["failed_changes"]:
         yield "not possible", failed
     if (failure := status["last_failure"]) is not None:
@@ -192,7 +192,8 @@ def _stall(host: str, stall: Mapping[str, Any]) -> str:
     )
 
 
-def _change(last: Mapping[str, Any]) -> str:
+def change_text(last: Mapping[str, Any]) -> str:
+    """The report of a change, in a line."""
     phases = ", ".join(f"{name} {value:.2f}" for name, value in last["seconds"].items() if value)
     paused = f"paused {last['paused_s']:.2f} s, " if "paused_s" in last else ""
     ago_s = max(0.0, time.time() - last["at"])

@@ -19,6 +19,7 @@ from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.region import Box
 from scalai.launch import cli
 from scalai.launch.commands import job_commands
+from scalai.launch.commands.status import STANDS_S, await_change, lines, troubles
 from scalai.launch.coordinator import held_states
 from scalai.store.manifest import HostManifest, manifest_bytes
 from scalai.store.parts import without_rows
@@ -779,6 +780,52 @@ def test_the_status_shows_workers_that_make_no_steps(
     agent.round = 0
     line.settle()
     assert line.status()["no_progress"] == {}
+
+
+def test_the_status_tells_of_the_risk_and_why_hosts_are_idle(line: Line) -> None:
+    first, second = line.join("a"), line.join("b")
+    first.wait_for("start")
+    line.until(lambda: line.phase is Phase.RUNNING, "it runs")
+    line.settle()
+    status = line.status()
+    assert status["is_training"] and status["phase_s"] >= 0 and not troubles(status)
+    assert status["host_loss"]["steps"] is None and "no replicas" in status["host_loss"]["why"]
+    idle = {h for h in status["hosts"] if not status["workers"].get(h)}
+    assert set(status["idle_hosts"]) == idle
+    text = "\n".join(lines(status))
+    assert all(f"{host} is idle: " in text for host in idle) and status["degrees"] in text
+    agents = (first, second)
+    for agent in agents:
+        agent.is_paused = True
+    line.now += STANDS_S + 1.0
+    status = {**line.status(), "is_training": False, "phase": "starting"}
+    assert troubles(status)[0].startswith("starting for 10 min")
+
+
+@pytest.mark.parametrize("is_possible", [False, True])
+def test_a_request_is_waited_for_until_the_job_trains_so(
+    is_possible: bool, line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or until it is known that it cannot."""
+    agent = line.join("a")
+    agent.wait_for("start")
+    line.until(lambda: line.phase is Phase.RUNNING, "it runs")
+    before, target = line.status(), line.scale(1)
+    answers = iter([before, {**before, "phase": "draining"}])
+
+    def ask() -> dict[str, Any]:
+        found = next(answers, None)
+        if found is not None:
+            return found
+        if is_possible:
+            last = {"reason": "asked", "seconds": {}, "total_s": 2.0, "at": 0.0}
+            return {**before, **{k: target[k] for k in ("degrees", "workers")}, "last_resize": last}
+        return {**before, "failed_changes": ["TP1·PP1·DP1: it does not fit"]}
+
+    assert await_change(ask, target, 60.0) == (0 if is_possible else 1)
+    said = capsys.readouterr()
+    expected = "2.00 s in all" if is_possible else "TP1·PP1·DP1: it does not fit"
+    assert expected in (said.out if is_possible else said.err)
 
 
 # ---------------------------------------------------------------------- memory for replicas

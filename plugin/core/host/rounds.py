@@ -273,7 +273,7 @@ def restored(step: Step, call: Call, report: RankRestored) -> None:
     """Record a worker's restore; it waits for the proof of the whole job's state."""
     current = step.present()
     if report.rank == current.ranks.start:
-        step.log(Level.INFO, f"round={current.number} {report.note}")
+        step.log(Level.INFO, f"event=restored round={current.number} {report.note}")
     restore = replace(
         current.restore,
         ranks={**current.restore.ranks, report.rank: (report, call)},
