@@ -35,6 +35,7 @@ from scalai.launch.coordinator.look_ahead import LookAhead
 from scalai.launch.coordinator.members import JobEnd, Members, drained, job_end, keeps_state
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
+from scalai.launch.coordinator.spending import Spending, use_of
 from scalai.launch.coordinator.starter import Starter
 from scalai.launch.coordinator.timeline import Timeline
 from scalai.store.parts import is_fetched
@@ -119,6 +120,7 @@ class LiveJob:
         took_over_at = clock() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
         self.timeline = Timeline(spec.report_dir, self.log, clock)
+        self.spending = Spending(clock())
 
     @property
     def has_ended(self) -> bool:
@@ -359,6 +361,7 @@ class LiveJob:
             self.timeline.forget()
             if self.sizing.take_news():
                 self._look_again("uneven shares", for_more=True)
+        self.spending.note(use_of(self.state, self.timeline.kind), self.clock())
         if was_taking_over and self.state.takeover.pending is None:
             self._count_sealed()
             for number, host in self.generations.catalogue.found_damage():
@@ -542,6 +545,7 @@ class LiveJob:
     def _build(self, action: actions.BuildRound) -> None:
         standby = action.standby
         self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")
+        self.timeline.aim(standby.assignment)
         newest = self.state.newest_generation
         self._starter.build(action, newest.number if newest else None)
 
