@@ -97,6 +97,7 @@ def configure(who: str, form: str = "text") -> None:
     handler = _handler()
     text = logging.Formatter(f"%(asctime)s %(levelname)s [scalai {who}] %(message)s")
     handler.setFormatter(JsonLines(who) if form == "json" else text)
+    handler.setLevel(logging.INFO)
     logger = logging.getLogger("scalai")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
