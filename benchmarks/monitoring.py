@@ -144,6 +144,7 @@ def draw(api: str, job: str, began: float, ended: float, picture: Path) -> int:
             unit = BASE[panel["fieldConfig"]["defaults"]["unit"]]
             place.set_title(panel["title"] + (f" [{unit}]" if unit else ""), fontsize=6.5)
             place.set_ylim(bottom=0)
+            place.locator_params(nbins=4)
             if lines:
                 columns = 1 + (len(lines) > 4)
                 place.legend(fontsize=5, frameon=False, loc="upper left", ncols=columns)
@@ -153,9 +154,13 @@ def draw(api: str, job: str, began: float, ended: float, picture: Path) -> int:
         place.set_xlabel("s")
     figure.savefig(picture, metadata={"Date": None})
     # A tenth of a point is seen by nobody.
-    text = re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}", picture.read_text())
+    text = re.sub(r'(?<= d=")[^"]*', _rounded, picture.read_text())
     picture.write_text(re.sub(r"\n\s*", "\n", text))
     return count
+
+
+def _rounded(path: "re.Match[str]") -> str:
+    return re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}", path[0])
 
 
 def main() -> None:
