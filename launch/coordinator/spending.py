@@ -3,7 +3,7 @@ Google's ml-goodput-measurement, in lower case."""
 
 from collections.abc import Mapping
 
-from scalai.core.job.membership import TRAINING, Job, Phase, active
+from scalai.core.job.membership import TRAINING, Job, Phase
 from scalai.launch.coordinator.timeline import Kind
 
 TRAINS = "training"
@@ -38,9 +38,10 @@ def use_of(job: Job, kind: Kind) -> str | None:
         return SAVE
     if job.change.ran is None:
         return STARTUP
-    start = job.attempt
+    start, current = job.attempt, job.current
     if phase is Phase.STARTING and start.source is not None and not start.is_proven:
-        if start.published >= active(job):
+        # Counted: every report of a host asks.
+        if current is not None and len(start.published) >= len(current.members):
             return RESTORE
     return RECOVERY if phase is Phase.WAITING else _BY_KIND[kind]
 
