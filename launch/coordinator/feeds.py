@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from scalai.launch.command_runner import CommandRunner, NoAnswerError, last_line
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.log_events import LogEvent, event_of
+from scalai.launch.slow_files import said
 from scalai.store.atomic import partial_of, replace_file
 
 EVENTS = "events.jsonl"
@@ -115,7 +116,7 @@ class EventsFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / EVENTS
         self._descriptor: int | None = None
-        self._has_failed = False
+        self._has_failed, self._left_out = False, 0
         self._feed = Feed[LogEvent]("events", self._write, MOST_LINES)
 
     def hear(self, event: LogEvent) -> None:
@@ -127,10 +128,12 @@ class EventsFile:
     def _write(self, event: LogEvent) -> None:
         try:
             rest = memoryview((event.to_line() + "\n").encode())
-            descriptor = self._open()
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            with said(f"the disk of {self._path}"):
+                descriptor = self._open()
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
         except OSError as error:
+            self._left_out += 1
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
@@ -141,9 +144,10 @@ class EventsFile:
                     self._path, error,
                 )  # fmt: skip
             return
-        if self._has_failed:
-            self._has_failed = False
-            log.info("event=events_back path=%s events are written again", self._path)
+        left_out = self._left_out + self._feed.left_out
+        if left_out:
+            self._has_failed, self._left_out, self._feed.left_out = False, 0, 0
+            log.warning("event=events_back path=%s left_out=%d", self._path, left_out)
 
     def _open(self) -> int:
         """The descriptor of the file; a line torn by an earlier end or failure is closed."""
@@ -213,7 +217,8 @@ class MetricsFile:
         while not is_last:
             is_last = self._end.wait(self._every_s)
             try:
-                replace_file(self._path, self._text(), is_durable=False)
+                with said(f"the disk of {self._path}"):
+                    replace_file(self._path, self._text(), is_durable=False)
                 if self._has_failed:
                     log.info("event=metrics_file_back path=%s", self._path)
                 self._has_failed = False

@@ -34,6 +34,7 @@ from scalai.launch.coordinator.look_ahead import LookAhead
 from scalai.launch.coordinator.members import JobEnd, Members, drained, job_end, keeps_state
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
+from scalai.launch.coordinator.spending import Spending, use_of
 from scalai.launch.coordinator.starter import Starter
 from scalai.launch.coordinator.timeline import Timeline, summary
 from scalai.store.parts import is_fetched
@@ -118,8 +119,12 @@ class LiveJob:
         took_over_at = clock() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
         self.timeline = Timeline(spec.report_dir, self.log, clock)
+<<<<<<< HEAD
         self.entered_at = clock()
         """Start of the present phase, in seconds of the clock."""
+=======
+        self.spending = Spending(clock())
+>>>>>>> metrics
 
     @property
     def has_ended(self) -> bool:
@@ -360,6 +365,7 @@ class LiveJob:
             self.timeline.forget()
             if self.sizing.take_news():
                 self._look_again("uneven shares", for_more=True)
+        self.spending.note(use_of(self.state, self.timeline.kind), self.clock())
         if was_taking_over and self.state.takeover.pending is None:
             self._count_sealed()
             for number, host in self.generations.catalogue.found_damage():
@@ -544,6 +550,7 @@ class LiveJob:
     def _build(self, action: actions.BuildRound) -> None:
         standby = action.standby
         self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")
+        self.timeline.aim(standby.assignment)
         newest = self.state.newest_generation
         self._starter.build(action, newest.number if newest else None)
 

@@ -13,7 +13,8 @@ from prometheus_client import disable_created_metrics as _without_created
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from scalai.core.jsonable import Json
-from scalai.launch.coordinator.sight import REASONS, TRAINS, Sight
+from scalai.launch.coordinator.sight import Sight
+from scalai.launch.coordinator.spending import REASONS, TRAINS
 from scalai.launch.coordinator.timeline import PHASES
 from scalai.launch.log_events import LogEvent
 
@@ -149,8 +150,10 @@ class Meters:
         elif name in _SNAPSHOTS:
             self._snapshots.labels(job, _SNAPSHOTS[name]).inc()
         elif name in _COMMITTED:
-            outcome = "committed" if "committed" in facts else "refused"
-            self._snapshots.labels(job, outcome).inc()
+            if "committed" in facts:
+                self._snapshots.labels(job, "committed").inc()
+            elif event.text.startswith("refused"):
+                self._snapshots.labels(job, "refused").inc()
         elif name in ("withdrawn", "change_failed"):
             kind, outcome = facts.get("change"), "failed"
             outcome = "withdrawn" if name == "withdrawn" else "failed"
@@ -190,14 +193,15 @@ class Meters:
     def _count(self, before: Sight | None, now: Sight) -> None:
         """Count steps and seconds since the look before."""
         job = self._job
+        for use, seconds in now.seconds.items():
+            more = max(0.0, seconds - (before.seconds[use] if before else 0.0))
+            if use == TRAINS:
+                self._training_s.labels(job).inc(more)
+            else:
+                self._stopped_s.labels(job, use).inc(more)
         if before is None:
             self._stepped = now.step, now.at
             return
-        took_s = max(0.0, now.at - before.at)
-        if before.spent == TRAINS:
-            self._training_s.labels(job).inc(took_s)
-        elif before.spent is not None:
-            self._stopped_s.labels(job, before.spent).inc(took_s)
         if (now.round, now.began_at) != (before.round, before.began_at):
             self._stepped = now.began_at, now.at
         assert self._stepped is not None
@@ -210,7 +214,7 @@ class Meters:
         if now.samples is not None:
             self._samples.labels(job).inc(made * now.samples)
         self._last_step.labels(job).set(time.time())
-        if before.spent == now.spent == TRAINS and known > now.began_at:
+        if before.is_training and now.is_training and known > now.began_at:
             for _ in range(made):
                 self._step_s.labels(job).observe((now.at - since) / made)
 

@@ -4,23 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scalai.core.job.membership import TRAINING, Job, Phase, staying
+from scalai.core.job.membership import TRAINING, Job, staying
 from scalai.core.job.replicating import is_to_be_replicated
 from scalai.launch.coordinator.live_job import LiveJob
-
-TRAINS = "training"
-STARTUP, RECOVERY = "program_startup", "infrastructure_recovery"
-SAVE, RESTORE = "checkpoint_save", "checkpoint_restore"
-LOSSES = {
-    "start": STARTUP, "recovery": RECOVERY, "grow": "elastic_scale_up",
-    "shrink": "elastic_slice_down", "notice": "elastic_slice_down",
-    "degrees": "elastic_reinitialization",
-}  # fmt: skip
-"""Lost time by kind of a change."""
-REASONS = (*dict.fromkeys(LOSSES.values()), SAVE, RESTORE)
-"""Reasons of a standstill: the categories of Google's ml-goodput-measurement, in lower case."""
-_WRITING = (Phase.SNAPSHOTTING, Phase.COMMITTING, Phase.SAVING)
-_REPAIRING = (Phase.FREEZING, Phase.RESCUING, Phase.EXAMINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +15,8 @@ class Sight:
 
     Attributes:
         at: Seconds of a monotonic clock.
-        spent: What the time goes into: training, or a reason of ``REASONS``; None: the job is over.
+        seconds: Spent so far, by use (``Spending``).
+        is_training: Its workers can step.
         step, began_at: Furthest step of the present round, and its first.
         step_s: A usual step, in seconds; 0: unknown.
         samples: Samples of a step; None: unknown.
@@ -41,7 +28,8 @@ class Sight:
     """
 
     at: float
-    spent: str | None
+    seconds: Mapping[str, float]
+    is_training: bool
     round: int
     step: int
     began_at: int
@@ -78,7 +66,8 @@ class Lookout:
         made, size = self._made()
         return Sight(
             at=live.clock(),
-            spent=_spent(live),
+            seconds=dict(live.spending.seconds),
+            is_training=job.phase in TRAINING,
             round=job.round,
             step=job.newest,
             began_at=live.began_at,
@@ -120,22 +109,3 @@ def _behind(job: Job) -> int:
         return 0
     newest = job.copies.replicated[0] if job.copies.replicated else 0
     return sum(each.number > newest for each in job.states.generations)
-
-
-def _spent(live: LiveJob) -> str | None:
-    job, phase = live.state, live.state.phase
-    if phase is Phase.ENDED:
-        return None
-    if phase in (*TRAINING, Phase.PREPARING, Phase.DRAINING):
-        return TRAINS
-    if phase in _REPAIRING:
-        return RECOVERY
-    if phase in _WRITING:
-        return SAVE
-    if job.change.ran is None:
-        return STARTUP
-    start = job.attempt
-    is_restoring = start.published >= live.active() and not start.is_proven
-    if phase is Phase.STARTING and start.source is not None and is_restoring:
-        return RESTORE
-    return RECOVERY if phase is Phase.WAITING else LOSSES[live.timeline.kind]

@@ -144,12 +144,19 @@ class Timeline:
         elif now is Phase.STOPPING and was is not Phase.STARTING:
             self.mark_first("stood")
 
-    def start(self, round: int, generation: int | None, step: int, assignment: Assignment) -> None:
-        """Record the start of a round from the state of this step."""
-        ran, self._ran = self._ran, assignment
+    def aim(self, assignment: Assignment) -> None:
+        """Record what the change is to lead to."""
+        ran = self._ran
         self.note(
             world_before=ran.degrees.world_size if ran else None,
             world_after=assignment.degrees.world_size,
+        )
+
+    def start(self, round: int, generation: int | None, step: int, assignment: Assignment) -> None:
+        """Record the start of a round from the state of this step."""
+        self.aim(assignment)
+        ran, self._ran = self._ran, assignment
+        self.note(
             workers_before=dict(ran.workers) if ran else {},
             round=round,
             generation=generation,

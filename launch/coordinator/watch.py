@@ -74,6 +74,7 @@ class Watch:
                 self.server = MetricsServer(address, meters.text, of_prometheus.CONTENT_TYPE)
                 self._readers.append(self.server)
         logging.getLogger("scalai").addHandler(self._events)
+        log.setLevel(logging.DEBUG)  # the log itself has less
 
     def see(self, live: LiveJob) -> None:
         """Look at the job, once a second at most. Callers hold its lock."""

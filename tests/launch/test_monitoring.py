@@ -152,7 +152,7 @@ def test_a_lost_host_is_seen_in_counts_gauges_and_seconds(line: Line) -> None:
     assert seen.value("degree", kind="dp") == 4 and seen.value("coordinator_term") == 1
     line.pass_time(10.0)
     seen.look()
-    assert seen.value("training_seconds_total") == pytest.approx(10.0, abs=1.5)
+    assert seen.value("training_seconds_total") == pytest.approx(15.0, abs=1.5)
     line.agents[1].die()
     line.until(lambda: line.logged("event=resized"), "the other goes on")
     seen.look()
@@ -192,11 +192,15 @@ def test_no_label_has_values_without_an_end() -> None:
         for text in (
             f"event=lost host=h{number}: silent", f"event=workers_failed host=h{number} kind='x'",
             f"event=snapshot committed={number} step={number}", "event=withdrawn it",
+            f"event=snapshot step={number} refused: it is torn", "event=snapshot took_s=0.015",
             f"event=notice host=h{number} source='aws:x{number}' left_s=30",
         ):  # fmt: skip
             meters.hear(as_event(text, change=f"kind-{number}"))
         meters.hear(as_event("event=resized", kind="degrees", cause=f"c{number}", steps_lost=1))
     assert len(meters.text().splitlines()) == before
+    for outcome in ("committed", "refused"):
+        labels = {"job": "j", "outcome": outcome}
+        assert meters.registry.get_sample_value("scalai_snapshots_total", labels) == 200
 
 
 def test_a_notice_is_shown_while_its_host_leaves(line: Line) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from scalai.core.job import membership as m
 from scalai.launch.coordinator import timeline as timelines
-from scalai.launch.coordinator.timeline import Timeline
+from scalai.launch.coordinator.spending import TRAINS, Spending
+from scalai.launch.coordinator.timeline import Cause, Timeline
 from scalai.store.atomic import replace_file
 from support.coordinator_line import DEADLINE_S
 from support.waiting import wait_until
@@ -147,3 +148,45 @@ def test_a_folder_that_answers_nobody_holds_nothing_up(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "resize-0001.json", "resize-0002.json",
     ]  # fmt: skip
+
+
+def test_time_goes_to_training_or_to_one_reason() -> None:
+    spending = Spending(0.0)
+    spending.note(TRAINS, 10.0)
+    spending.note("checkpoint_save", 25.0)
+    spending.note("elastic_scale_up", 26.0)
+    spending.note(None, 28.0)
+    spending.note(None, 50.0)
+    assert {use: s for use, s in spending.seconds.items() if s} == {
+        "program_startup": 10.0, "training": 15.0, "checkpoint_save": 1.0, "elastic_scale_up": 2.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cause", "worlds", "kind"),
+    [
+        ("start", (None, 4), "start"), ("joined", (2, 4), "grow"), ("joined", (), "grow"),
+        ("asked", (4, 3), "shrink"), ("asked", (4, 4), "degrees"), ("planner", (), "degrees"),
+        ("leaving", (4, 2), "notice"), ("lost", (4, 2), "recovery"), ("failed", (4, 4), "recovery"),
+    ],
+)  # fmt: skip
+def test_a_change_has_a_kind(cause: Cause, worlds: tuple[int | None, ...], kind: str) -> None:
+    timeline = Timeline(None, lambda line: None)
+    if cause != "start":
+        finish_start(timeline)
+        timeline.begin("it", cause)
+    if worlds:
+        timeline.note(world_before=worlds[0], world_after=worlds[1])
+    assert timeline.kind == kind
+
+
+@pytest.mark.fault
+def test_a_loss_that_workers_noticed_first_is_the_reason() -> None:
+    timeline = Timeline(None, lambda line: None)
+    finish_start(timeline)
+    timeline.begin("rank 0: Connection closed by peer", "failed")
+    timeline.begin("host b is lost", "lost")
+    timeline.note(round=2, steps_lost=3)
+    report = timeline.close()
+    assert (report["cause"], report["reason"]) == ("lost", "host b is lost")
+    assert report["steps_lost_why"]
