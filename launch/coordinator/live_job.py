@@ -119,12 +119,9 @@ class LiveJob:
         took_over_at = clock() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
         self.timeline = Timeline(spec.report_dir, self.log, clock)
-<<<<<<< HEAD
         self.entered_at = clock()
         """Start of the present phase, in seconds of the clock."""
-=======
         self.spending = Spending(clock())
->>>>>>> metrics
 
     @property
     def has_ended(self) -> bool:
