@@ -11,7 +11,7 @@ from scalai.core.job.copies import Archiving, Replication
 from scalai.core.job.membership import Job, Phase
 from scalai.core.messages.actions import Action, Say
 
-REPORT_S = 60.0
+REPORT_S = 30.0
 """Time before a wait is logged, in seconds; then doubled each time, except in WAITING."""
 ANSWER_S = 60.0
 """A host's time for an act of a moment, in seconds."""
@@ -74,12 +74,12 @@ class Deadline:
 TABLE = (
     Deadline(
         Phase.WAITING, "the phase began", "none",
-        "says every 60 s what is missing; deletes nothing", lambda job: None,
+        "says every 30 s what is missing; deletes nothing", lambda job: None,
     ),
     Deadline(
         Phase.STARTING, "a host's workers published, restored or stepped last, or bytes came to it",
         "1800 s (`start_timeout_s`)",
-        "reports after 60 s, and its hosts knock at each other; then back to the degrees that ran, "
+        "reports after 30 s, and its hosts knock at each other; then back to the degrees that ran, "
         "or a failure that counts where there are none", lambda job: job.settings.start_timeout_s,
     ),
     Deadline(
@@ -95,7 +95,7 @@ TABLE = (
     ),
     Deadline(
         Phase.BUILDING, "the phase began", "300 s",
-        "the hosts knock at each other after 60 s; then what is built is given up, and the next "
+        "the hosts knock at each other after 30 s; then what is built is given up, and the next "
         "workers start after the stop",
         lambda job: job.settings.build_timeout_s,
     ),
@@ -133,7 +133,7 @@ TABLE = (
     ),
     Deadline(
         Phase.SAVING, "a host answered last", "none: the leaving hosts' drain timeout",
-        "reports after 60 s", lambda job: None,
+        "reports after 30 s", lambda job: None,
     ),
 )  # fmt: skip
 """If the others cannot go on without these hosts, they are only reported."""

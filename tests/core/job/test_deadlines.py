@@ -126,13 +126,13 @@ def test_the_only_host_is_waited_for_and_told_of() -> None:
     assert until(job, Phase.RUNNING)
 
 
-def test_who_waits_for_hosts_says_so_every_minute() -> None:
+def test_who_waits_for_hosts_says_so_every_half_minute() -> None:
     job, said = made(assign=assign_all(minimum=2), max_hosts=2), list[actions.Action]()
     job, _ = advance_all(job, joined(job, "a"))
     for _ in range(40):
         job, due = ticked(job, 5.0)
         said += due
-    assert lines(said).count("event=slow phase=waiting") == 3
+    assert lines(said).count("event=slow phase=waiting") == 6
 
 
 @pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.SNAPSHOTTING])

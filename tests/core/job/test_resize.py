@@ -374,9 +374,9 @@ def test_where_a_host_cannot_build_the_workers_start_after_the_stop() -> None:
 
 
 def test_what_takes_too_long_to_build_is_given_up() -> None:
-    job, due = ticked(ticked(building())[0], 29.0)
+    job, due = ticked(ticked(building())[0], 25.0)
     assert job.phase is Phase.BUILDING and not due
-    job, due = ticked(job, 2.0)
+    job, due = ticked(job, 6.0)
     assert kinds(due) == [commands.GiveUp, commands.Prepare]
 
 
