@@ -34,7 +34,7 @@ from scalai.launch.coordinator.control_file import (
 )
 from scalai.launch.coordinator.feeds import EventsFile, MetricsFile, MetricsServer, OnEvent
 from scalai.launch.coordinator.sight import Lookout
-from scalai.launch.log_events import MOST_JSON, read_line
+from scalai.launch.log_events import MILESTONES, MOST_JSON, read_line
 from scalai.launch.logs import JsonLines
 from support.coordinator_line import DEADLINE_S, Line
 from support.lines import as_event
@@ -253,6 +253,11 @@ def test_every_metric_is_on_the_page() -> None:
         for family in meters.registry.collect()
     }
     assert families <= listed and not listed - known_names() - families - {"scalai_"}
+
+
+def test_every_event_of_the_command_is_on_the_page() -> None:
+    page = PAGE.read_text()
+    assert not {name for name in MILESTONES if f"`{name}`" not in page}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
