@@ -93,6 +93,22 @@ def test_a_json_log_has_one_object_a_line_with_tracebacks_inside() -> None:
     assert found["text"].startswith("in it\nTraceback") and "two\nlines" in found["text"]
 
 
+EVENTS = sorted((Path(__file__).parents[1] / "data").glob("*/reports/events.jsonl"))
+
+
+@pytest.mark.parametrize("path", EVENTS, ids=[path.parts[-3] for path in EVENTS])
+def test_events_of_each_release_have_their_fields(path: Path) -> None:
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    fields = {"schema", "time", "level", "from", "event", "host", "round", "generation", "facts",
+              "text"}  # fmt: skip
+    assert all(fields <= event.keys() and event["schema"] == 1 for event in events)
+    changes = [event["facts"] for event in events if event["event"] == "resized"]
+    assert [(each["kind"], each["cause"]) for each in changes] == [
+        ("notice", "leaving"), ("grow", "joined"),
+    ]  # fmt: skip
+    assert all(each["paused_s"] > 0 and each["before"] != each["after"] for each in changes)
+
+
 # ---------------------------------------------------------------------- flags
 
 
