@@ -45,7 +45,7 @@ DETAILS = frozenset(
 MILESTONES = frozenset(
     {
         "adopted", "archived", "control", "coordinator", "exit", "join", "leaving", "notice",
-        "notice_withdrawn", "resized", "resume", "started", "staying", "succession",
+        "resized", "resume", "started", "staying",
     }
 )  # fmt: skip
 """Events for ``--on-event``, beside all warnings and errors."""

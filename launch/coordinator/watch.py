@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Seconds between two looks at the job."""
-END_S = 10.0
-"""Longest wait of an ending coordinator for its readers, all together."""
+END_S, LEAST_S = 10.0, 1.0
+"""Longest wait of an ending coordinator for its readers, all together, and for each at least."""
 
 log = logging.getLogger("scalai.coordinator")
 
@@ -93,8 +93,8 @@ class Watch:
     def close(self) -> None:
         """End the readers, once they have what was said."""
         end = time.monotonic() + END_S
-        for reader in self._readers:
-            reader.close(max(0.0, end - time.monotonic()))
+        for reader in reversed(self._readers):  # the file of events may have more by then
+            reader.close(max(LEAST_S, end - time.monotonic()))
         logging.getLogger("scalai").removeHandler(self._events)
 
 

@@ -34,7 +34,7 @@ from scalai.launch.coordinator.control_file import (
 )
 from scalai.launch.coordinator.feeds import EventsFile, MetricsFile, MetricsServer, OnEvent
 from scalai.launch.coordinator.sight import Lookout
-from scalai.launch.log_events import MOST_JSON, read_line
+from scalai.launch.log_events import MILESTONES, MOST_JSON, read_line
 from scalai.launch.logs import JsonLines
 from support.coordinator_line import DEADLINE_S, Line
 from support.lines import as_event
@@ -91,6 +91,22 @@ def test_a_json_log_has_one_object_a_line_with_tracebacks_inside() -> None:
     found = json.loads(line)
     assert (found["from"], found["event"], found["level"]) == ("host-a", "error", "ERROR")
     assert found["text"].startswith("in it\nTraceback") and "two\nlines" in found["text"]
+
+
+EVENTS = sorted((Path(__file__).parents[1] / "data").glob("*/reports/events.jsonl"))
+
+
+@pytest.mark.parametrize("path", EVENTS, ids=[path.parts[-3] for path in EVENTS])
+def test_events_of_each_release_have_their_fields(path: Path) -> None:
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    fields = {"schema", "time", "level", "from", "event", "host", "round", "generation", "facts",
+              "text"}  # fmt: skip
+    assert all(fields <= event.keys() and event["schema"] == 1 for event in events)
+    changes = [event["facts"] for event in events if event["event"] == "resized"]
+    assert [(each["kind"], each["cause"]) for each in changes] == [
+        ("notice", "leaving"), ("grow", "joined"),
+    ]  # fmt: skip
+    assert all(each["paused_s"] > 0 and each["before"] != each["after"] for each in changes)
 
 
 # ---------------------------------------------------------------------- flags
@@ -253,6 +269,11 @@ def test_every_metric_is_on_the_page() -> None:
         for family in meters.registry.collect()
     }
     assert families <= listed and not listed - known_names() - families - {"scalai_"}
+
+
+def test_every_event_of_the_command_is_on_the_page() -> None:
+    page = PAGE.read_text()
+    assert not {name for name in MILESTONES if f"`{name}`" not in page}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
