@@ -128,7 +128,7 @@ def test_status_tells_of_a_change_that_was_reported(
         "workers": {}, "hosts": {}, "held": {}, "missing": None, "no_progress": {},
         "unhealthy_hosts": {}, "last_failure": None, "last_resize": last,
     }  # fmt: skip
-    monkeypatch.setattr(questions, "_ask", lambda *asked: status)
+    monkeypatch.setattr(questions, "ask", lambda *asked: status)
     assert "TP2·PP1·DP1 -> TP1·PP1·DP1: " in run(capsys, "status")
 
 

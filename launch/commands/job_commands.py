@@ -79,6 +79,13 @@ def _add_asking(commands: Any, name: str, about: str, run: Run) -> argparse.Argu
     """A command that asks the coordinator of a job."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
     parser.add_argument("--job", default="default", help="name of the job (default: %(default)s)")
+    add_way(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_way(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the way to a job's coordinator."""
     parser.add_argument(
         "--store-dir", type=Path, metavar="DIR",
         help="folder of the job's stores (default: /dev/shm)",
@@ -88,8 +95,6 @@ def _add_asking(commands: Any, name: str, about: str, run: Run) -> argparse.Argu
         help=f"the job's coordinator, if on another machine; needs {TOKEN_VARIABLE}",
     )  # fmt: skip
     add_removed_flags(parser)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
@@ -113,7 +118,7 @@ def _job_arguments(arguments: argparse.Namespace) -> list[str]:
     return given[1:] if given[:1] == ["--"] else given
 
 
-def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
+def ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     """Ask the job's coordinator; a job on this machine is found by its card."""
     refuse_variables()
     if arguments.coordinator is not None:
@@ -137,7 +142,7 @@ def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) 
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    status = _ask(arguments, calls.Status())
+    status = ask(arguments, calls.Status())
     if arguments.json:
         print(json.dumps(status))
         return 0
@@ -190,7 +195,7 @@ def _scale(arguments: argparse.Namespace) -> int:
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
-    _print_reason(_ask(arguments, scale), is_dry=arguments.dry_run)
+    _print_reason(ask(arguments, scale), is_dry=arguments.dry_run)
     return 0
 
 
@@ -199,7 +204,7 @@ def _print_reason(answer: Mapping[str, Any], *, is_dry: bool) -> None:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    answer = _ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
+    answer = ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
     _print_reason(answer, is_dry=arguments.dry_run)
     return 0
 
