@@ -58,8 +58,8 @@ def add_parser(commands: Any) -> None:
     source = plot.add_mutually_exclusive_group()
     source.add_argument(
         "--tensorboard", type=Path, metavar="DIR",
-        help="losses: event files in this folder and below (default: --tensorboard-dir of a "
-        "running job's script)",
+        help="losses: event files in this folder and below (default: --tensorboard-dir or "
+        "--logging-dir of a running job's script)",
     )  # fmt: skip
     source.add_argument(
         "--losses", type=Path, metavar="PATH",
@@ -118,10 +118,19 @@ def _plot(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ScalaiError(f"-o {args.out} cannot be written: {error.strerror}") from error
     show(*(f"note: {note}" for note in history.notes), end="\n" if history.notes else "")
+    if losses is not None and losses.points and not _is_of(losses, history):
+        show("note: no loss lies in the time of these changes: are they of another job?")
     if losses is None:
         show("note: without losses; name them by --tensorboard DIR or --losses PATH")
     show(str(args.out))
     return 0
+
+
+def _is_of(losses: Losses, history: History) -> bool:
+    """Whether losses begin before the last change and end after the first start."""
+    first, last = history.resizes[0].at, history.resizes[-1].at
+    begin, end = losses.points[0].at, losses.points[-1].at
+    return end >= first - 1.0 and (begin <= last or not history.changes)
 
 
 def _losses(args: argparse.Namespace, history: History, found: Path | None) -> Losses | None:

@@ -11,7 +11,6 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from scalai.launch.commands.job_history import (
     summary,
     table,
     when,
+    zone_at,
 )
 from scalai.launch.program import escaped
 
@@ -235,7 +235,9 @@ class _Page:
         last = self._clock.zero + max(bar.end for bar in self._clock.bars)
         left, top = 0.35 / _WIDTH, self._height
         self._figure.text(left, 1 - 0.45 / top, title, fontsize=17, weight="bold")
-        text = f"{when(self._clock.zero)} to {when(last)} {_zone(last)}. {summary(self._history)}."
+        text = (
+            f"{when(self._clock.zero)} to {when(last)} {zone_at(last)}. {summary(self._history)}."
+        )
         self._figure.text(left, 1 - 0.75 / top, text, color=SOFT)
 
     # ------------------------------------------------------------------ over time
@@ -422,7 +424,7 @@ class _Page:
     def _time_axis(self, axes: Axes, height: float) -> None:
         """Label the time, and below it the steps."""
         begin = self._clock.zero
-        axes.set_xlabel(f"{self._clock.unit} since {when(begin)} {_zone(begin)}", labelpad=2)
+        axes.set_xlabel(f"{self._clock.unit} since {when(begin)} {zone_at(begin)}", labelpad=2)
         ticks = self._steps()
         if ticks:
             steps = axes.secondary_xaxis(-0.55 / height)
@@ -546,10 +548,6 @@ def _columns(
         if height
     ]
     _boxes(axes, boxes, linewidth=0.3, **style)
-
-
-def _zone(at: float) -> str:
-    return datetime.fromtimestamp(at).astimezone().tzname() or ""
 
 
 def _thinned(points: Sequence[Point], most: int) -> Sequence[Point]:

@@ -16,10 +16,17 @@ from scalai.core.jsonable import Json
 NO_PAUSE = ("detect", "build", "drain")
 """Phases in which the old round still trains, up to the agreed step."""
 EVENTS, EVENTS_SCHEMA = "events.jsonl", 1
+FAILURES = (
+    "change_failed", "damage", "damaged", "function_differs", "health_failed", "hung", "lost",
+    "workers_failed",
+)  # fmt: skip
+"""Events of a failure, beside all errors; other warnings are not of the training."""
 MOST_REPORTS = 5000
 """Most reports of a folder, the newest ones."""
 MOST_REPORT_BYTES, MOST_EVENTS_BYTES = 4 << 20, 64 << 20
 MOST_INCIDENTS = 2000
+LAST_TIME = 250_000_000_000.0
+"""About the year 9892."""
 UNUSUAL = 5.0
 """Factor of a pace that is not believed."""
 _REPORTS = "resize-*.json"
@@ -161,7 +168,7 @@ def _count(value: Json) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A warning or error of the coordinator."""
+    """A failure, as the coordinator saw it."""
 
     at: float
     name: str
@@ -332,7 +339,7 @@ def _why(error: Exception) -> str:
 
 
 def _read_events(path: Path) -> tuple[list[Incident], list[float], list[str]]:
-    """Warnings of the coordinator and times of all events; none without the file."""
+    """Failures, and times of all events; none without the file."""
     incidents, heard, unread = list[Incident](), list[float](), 0
     try:
         with path.open("rb") as file:
@@ -350,14 +357,15 @@ def _read_events(path: Path) -> tuple[list[Incident], list[float], list[str]]:
                 raise ValueError
             at = datetime.fromisoformat(event["time"]).timestamp()
             heard.append(at)
-            if event["level"] in ("WARNING", "ERROR") and event["from"] == "coordinator":
+            is_failure = event["level"] == "ERROR" or event["event"] in FAILURES
+            if is_failure and event["from"] == "coordinator":
                 host = f"host {event['host']}: " if event.get("host") else ""
                 incidents.append(Incident(at, str(event["event"]), f"{host}{event['text']}"))
         except (ValueError, KeyError, TypeError):
             unread += 1
     notes = [f"{unread} lines of {path.name} are torn or of another version"] if unread else []
     if len(incidents) > MOST_INCIDENTS:
-        notes.append(f"{len(incidents) - MOST_INCIDENTS} older warnings are left out")
+        notes.append(f"{len(incidents) - MOST_INCIDENTS} older failures are left out")
     return incidents[-MOST_INCIDENTS:], heard, notes
 
 
@@ -453,7 +461,7 @@ def table(history: History) -> Iterator[str]:
     incidents = [(each.at, _incident_cells(each)) for each in history.incidents]
     rows = [(resize.at, _cells(resize, n)) for n, resize in enumerate(history.resizes, start=1)]
     ordered = [cells for _, cells in sorted([*incidents, *rows], key=lambda row: row[0])]
-    zone = datetime.now().astimezone().tzname() or "local time"
+    zone = zone_at(history.resizes[-1].at if history.resizes else 0.0)
     head = ("", f"when ({zone})", "reason", "layout", "ranks", "paused", "steps lost", "moved")
     widths = [max(len(row[n]) for row in [head, *ordered]) for n in range(len(head))]
     for row in [(*head, "proof"), *ordered]:
@@ -462,6 +470,9 @@ def table(history: History) -> Iterator[str]:
             for n, (cell, width) in enumerate(zip(row, widths, strict=False))
         ]
         yield "  ".join([*cells, *row[len(head) :]]).rstrip()
+    for number, report in enumerate(history.reports, start=1):
+        if why := _text(report.get("steps_lost_why")):
+            yield f"{number}: {report.get('steps_lost')} steps lost, {_cut(why, 300)}"
     yield summary(history)
 
 
@@ -494,7 +505,13 @@ def _cut(text: str, most: int = 60) -> str:
 
 
 def when(at: float) -> str:
-    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+    """Local time; of an impossible one the nearest possible."""
+    return datetime.fromtimestamp(min(max(at, 0.0), LAST_TIME)).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def zone_at(at: float) -> str:
+    """Name of the local time."""
+    return datetime.fromtimestamp(min(max(at, 0.0), LAST_TIME)).astimezone().tzname() or ""
 
 
 def seconds_text(seconds: float | None) -> str:

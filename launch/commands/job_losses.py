@@ -3,6 +3,7 @@ JSON lines."""
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,7 +98,8 @@ def read_losses(path: Path, history: History) -> Losses:
                 continue
             given.append((step, loss))
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                points.append(Point(float(entry["at"]), step, loss))
+                if math.isfinite(at := float(entry["at"])):
+                    points.append(Point(at, step, loss))
     if not given:
         raise UsageError(
             f"--losses {path} has no losses: {unread} lines, none of them JSON with step and loss. "
@@ -120,10 +122,10 @@ def _read_ledger(folder: Path, history: History) -> Losses:
 
 
 def tensorboard_of(arguments: Sequence[str], folder: Path) -> Path | None:
-    """Folder of a script's ``--tensorboard-dir``, if it is here; ``folder``: where it runs."""
+    """Folder of a script's flag, if it is here; ``folder``: where the script runs."""
     for place, word in enumerate(arguments):
         flag, _, value = word.partition("=")
-        if flag in ("--tensorboard-dir", "--tensorboard_dir"):
+        if flag.replace("_", "-") in ("--tensorboard-dir", "--logging-dir"):
             value = value or next(iter(arguments[place + 1 : place + 2]), "")
             found = folder / value
             return found if value and any(_events_below(found)) else None

@@ -59,7 +59,7 @@ def history(*reports: dict[str, Any]) -> History:
     return History("j", tuple(map(read_resize, reports)))
 
 
-LOST = report(1, reason="host b is lost", step=60, steps_lost=30)
+LOST = report(1, reason="host b is lost", step=60, steps_lost=30, steps_lost_why="no replica")
 """Steps 61 to 90 were made, and are made again."""
 
 
@@ -101,7 +101,7 @@ def test_the_table_has_a_row_for_each_change(tmp_path: Path, capsys: Capsys) -> 
     write(tmp_path, [report(0), LOST, report(2, before=None, reason="a\x1b[2J\nb")])
     code, said = logged(capsys, "history", tmp_path)
     assert code == 0
-    head, start, lost, other, summed = said.splitlines()
+    head, start, lost, other, why, summed = said.splitlines()
     assert re.sub(" {2,}", "|", lost.strip()).split("|")[2:] == [
         "host b is lost", "TP2·PP1·DP2 -> TP2·PP1·DP3", "6 on 2 hosts", "10.0 s", "30", "2.0 MB",
         "8 of 8 tensors, function proven",
@@ -109,6 +109,7 @@ def test_the_table_has_a_row_for_each_change(tmp_path: Path, capsys: Capsys) -> 
     assert "steps lost" in head and "start" in start
     # A new coordinator does not know what ran before: the change before it does.
     assert "TP2·PP1·DP3 -> TP2·PP1·DP2" in other and "\x1b" not in said
+    assert why == "2: 30 steps lost, no replica"
     assert summed == "2 changes: 20.0 s without a step, 30 steps lost, 4.0 MB moved"
     code, said = logged(capsys, "history", tmp_path, "--json")
     found = json.loads(said)
@@ -123,7 +124,8 @@ def test_failures_between_changes_come_from_the_events(tmp_path: Path, capsys: C
         "schema": 1, "time": "2026-11-27T21:05:00.000+00:00", "level": "WARNING", "host": "b",
         "from": "coordinator", "event": "workers_failed", "facts": {}, "text": "rank 3 died",
     }  # fmt: skip
-    lines = [event, {**event, "level": "INFO"}, {**event, "schema": 2}, {**event, "from": "b"}, 7]
+    others: list[dict[str, Any]] = [{"event": "no_replica"}, {"schema": 2}, {"from": "b"}]
+    lines = [event, *({**event, **other} for other in others), 7]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"schema": 1, "ti'
     (tmp_path / "events.jsonl").write_text(text)
     code, said = logged(capsys, "history", tmp_path)
@@ -242,7 +244,19 @@ def test_losses_come_from_the_ledger_of_ranks(tmp_path: Path) -> None:
         (tmp_path / f"rank-{rank}.jsonl").write_text(text[:-9])
     found = read_losses(tmp_path, history(report(0), LOST))
     assert [point.step for point in found.points] == [*range(1, 91), *range(61, 79)]
-    assert sum(found.lost) == 30 - 12 + 0 * found.is_timed or sum(found.lost) == 30
+    assert sum(found.lost) == 30 and not found.is_timed
+
+
+@pytest.mark.parametrize(("at", "is_of"), [(BEGIN + 50, True), (BEGIN - 999, False)])
+def test_losses_of_another_time_are_asked_about(
+    at: float, is_of: bool, tmp_path: Path, capsys: Capsys
+) -> None:
+    write(tmp_path, [report(0), report(1)])
+    lines = [{"step": 1, "loss": 2.5, "at": at}, {"step": 2, "loss": 2.5, "at": at + 1}, {"at": 7}]
+    (tmp_path / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = "plot", tmp_path, "--losses", tmp_path / "loss.jsonl", "-o", tmp_path / "x.svg"
+    code, said = logged(capsys, *words)
+    assert code == 0 and ("are they of another job?" in said) is not is_of
 
 
 def test_losses_come_from_tensorboard(tmp_path: Path) -> None:
