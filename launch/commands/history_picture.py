@@ -419,7 +419,8 @@ class _Page:
         title = "Layout"
         if lost:
             title += " (hatched: lost steps, made again)"
-        axes.set_title(title, pad=5)
+        # Without losses the numbers of the changes stand in between.
+        axes.set_title(title, pad=5 if self._losses is not None else 20)
 
     def _time_axis(self, axes: Axes, height: float) -> None:
         """Label the time, and below it the steps."""

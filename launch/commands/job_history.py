@@ -5,6 +5,7 @@ values are None, not zero."""
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -457,23 +458,34 @@ def pace_of(stretches: Iterable[Stretch]) -> float:
 
 
 def table(history: History) -> Iterator[str]:
-    """Yield the changes as lines for a person."""
-    incidents = [(each.at, _incident_cells(each)) for each in history.incidents]
-    rows = [(resize.at, _cells(resize, n)) for n, resize in enumerate(history.resizes, start=1)]
-    ordered = [cells for _, cells in sorted([*incidents, *rows], key=lambda row: row[0])]
+    """Yield the changes as lines for a person, and failures between them."""
     zone = zone_at(history.resizes[-1].at if history.resizes else 0.0)
     head = ("", f"when ({zone})", "reason", "layout", "ranks", "paused", "steps lost", "moved")
-    widths = [max(len(row[n]) for row in [head, *ordered]) for n in range(len(head))]
-    for row in [(*head, "proof"), *ordered]:
-        cells = [
-            cell.rjust(width) if n in (0, 5, 6, 7) else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        yield "  ".join([*cells, *row[len(head) :]]).rstrip()
-    for number, report in enumerate(history.reports, start=1):
-        if why := _text(report.get("steps_lost_why")):
-            yield f"{number}: {report.get('steps_lost')} steps lost, {_cut(why, 300)}"
+    rows = [_cells(resize, number) for number, resize in enumerate(history.resizes, start=1)]
+    widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
+    incidents = deque(history.incidents)
+    yield _row((*head, "proof"), widths)
+    for resize, report, row in zip(history.resizes, history.reports, rows, strict=True):
+        while incidents and incidents[0].at <= resize.at:
+            yield _incident_line(incidents.popleft(), widths[0])
+        yield _row(row, widths)
+        if why := _text(_mapped(report).get("steps_lost_why")):
+            yield f"{'':{widths[0]}}  steps lost: {_cut(why, 160)}"
+    yield from (_incident_line(each, widths[0]) for each in incidents)
     yield summary(history)
+
+
+def _row(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.rjust(width) if n in (0, 5, 6, 7) else cell.ljust(width)
+        for n, (cell, width) in enumerate(zip(row, widths, strict=False))
+    ]
+    return "  ".join([*cells, *row[len(widths) :]]).rstrip()
+
+
+def _incident_line(incident: Incident, width: int) -> str:
+    text = _cut(f"{incident.name.replace('_', ' ')}: {incident.text}".rstrip(": "), 120)
+    return f"{'!':>{width}}  {when(incident.at)}  {text}"
 
 
 def _cells(resize: Resize, number: int) -> tuple[str, ...]:
@@ -487,11 +499,6 @@ def _cells(resize: Resize, number: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _incident_cells(incident: Incident) -> tuple[str, ...]:
-    text = f"{incident.name.replace('_', ' ')}: {incident.text}".rstrip(": ")
-    return ("!", when(incident.at), _cut(text), *[""] * 6)
-
-
 def reason_of(resize: Resize) -> str:
     """The reason, and the step of a start that resumes."""
     if resize.is_start and resize.step:
@@ -499,7 +506,7 @@ def reason_of(resize: Resize) -> str:
     return resize.reason
 
 
-def _cut(text: str, most: int = 60) -> str:
+def _cut(text: str, most: int = 44) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
