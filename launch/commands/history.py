@@ -11,6 +11,7 @@ from scalai.core.errors import PeerError, RefusedError, ScalaiError, UsageError
 from scalai.core.jsonable import Json
 from scalai.launch.commands.job_commands import add_way, ask
 from scalai.launch.commands.job_history import (
+    REPORTS,
     History,
     Losses,
     merged,
@@ -147,7 +148,8 @@ def _read(args: argparse.Namespace) -> tuple[History, Path | None]:
         UsageError: There are no reports; with the way to some.
     """
     folder = Path(args.job)
-    if folder.is_dir():
+    # A folder that happens to have the name of a job has no reports.
+    if folder.is_dir() and ("/" in args.job or any(folder.glob(REPORTS))):
         return _of_folder(folder, str(folder)), None
     if "/" in args.job:
         raise UsageError(f"{folder} is no directory. Name a job, or the folder of its reports.")

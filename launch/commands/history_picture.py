@@ -117,10 +117,12 @@ def page(history: History, drawing: bytes) -> bytes:
 
 
 def _plain(text: str, most: int) -> str:
-    """A line for a picture; of a longer one its begin and its end."""
+    """A line for a picture: of a longer one its begin and its end, of a long one its begin."""
     line = escaped(" ".join(text.split()))
-    half = most // 2
-    return line if len(line) <= most else f"{line[: most - half - 1]}…{line[-half:]}"
+    if len(line) <= most:
+        return line
+    end = most // 2 if len(line) <= 2 * most else 0
+    return f"{line[: most - end - 1]}…{line[len(line) - end :]}"
 
 
 # ---------------------------------------------------------------------- time
@@ -193,13 +195,14 @@ class _Page:
     def draw(self, title: str) -> Figure:
         count, with_losses = len(self._changes), self._losses is not None
         rows = min(count, MOST_ROWS + 1)
+        head = 1.25 if with_losses else 1.4
         has_reference = with_losses and self._reference is not None
         layouts = 0.25 * max(2, len(set(self._layouts.values())) + self._has_failures) + 0.1
         costs = 0.0 if not count else 0.85 + (4.9 if rows > MOST_ROWS else 0.42 * rows + 0.9)
-        self._height = 1.25 + 3.3 * with_losses + 1.65 * has_reference + layouts + 1.1 + costs
+        self._height = head + 3.3 * with_losses + 1.65 * has_reference + layouts + 1.1 + costs
         self._figure = Figure(figsize=(_WIDTH, self._height))
         self._headline(title)
-        self._top = 1.25
+        self._top = head
         panels = list[Axes]()
         if self._losses is not None:
             panels.append(self._axes(2.85, gap=0.45))

@@ -22,7 +22,7 @@ FAILURES = (
     "workers_failed",
 )  # fmt: skip
 """Events of a failure, beside all errors; other warnings are not of the training."""
-MOST_REPORTS = 5000
+MOSTREPORTS = 5000
 """Most reports of a folder, the newest ones."""
 MOST_REPORT_BYTES, MOST_EVENTS_BYTES = 4 << 20, 64 << 20
 MOST_INCIDENTS = 2000
@@ -30,7 +30,7 @@ LAST_TIME = 250_000_000_000.0
 """About the year 9892."""
 UNUSUAL = 5.0
 """Factor of a pace that is not believed."""
-_REPORTS = "resize-*.json"
+REPORTS = "resize-*.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +269,10 @@ class History:
 def read_folder(folder: Path, name: str) -> History:
     """Read the reports and events of a folder. Raises ``OSError``: it cannot be read."""
     found, notes = [], []
-    paths = sorted(folder.glob(_REPORTS), key=lambda path: (len(path.name), path.name))
-    if len(paths) > MOST_REPORTS:
-        notes.append(f"{len(paths) - MOST_REPORTS} older reports are left out")
-    for path in paths[-MOST_REPORTS:]:
+    paths = sorted(folder.glob(REPORTS), key=lambda path: (len(path.name), path.name))
+    if len(paths) > MOSTREPORTS:
+        notes.append(f"{len(paths) - MOSTREPORTS} older reports are left out")
+    for path in paths[-MOSTREPORTS:]:
         try:
             with path.open("rb") as file:
                 text, at = file.read(MOST_REPORT_BYTES + 1), path.stat().st_mtime
@@ -524,6 +524,8 @@ def zone_at(at: float) -> str:
 def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return "-"
+    if seconds < 1:
+        return f"{seconds:.2f} s"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
