@@ -5,6 +5,7 @@ values are None, not zero."""
 import json
 import math
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ FAILURES = (
     "workers_failed",
 )  # fmt: skip
 """Events of a failure, beside all errors; other warnings are not of the training."""
-MOSTREPORTS = 5000
+MOST_REPORTS = 5000
 """Most reports of a folder, the newest ones."""
 MOST_REPORT_BYTES, MOST_EVENTS_BYTES = 4 << 20, 64 << 20
 MOST_INCIDENTS = 2000
@@ -216,7 +217,7 @@ class History:
         name: Of the job, or the folder.
         reports: The changes as reported.
         until: Now and the newest step of a running job; None: it does not run.
-        heard: Times of all events.
+        heard: Times of all events, in order.
         notes: What is left out, and what would say more.
     """
 
@@ -246,8 +247,12 @@ class History:
         """Time and step of the newest news."""
         if self.until is not None:
             return *self.until, self.until[1]
-        begun = self.resizes[-1].at
-        return max((at for at in self.heard if at > begun), default=None), None, None
+        return self._heard(self.resizes[-1].at, math.inf), None, None
+
+    def _heard(self, since: float, until: float) -> float | None:
+        """Time of the last event in between."""
+        newest = self.heard[: bisect_left(self.heard, until)][-1:]
+        return next((at for at in newest if at > since), None)
 
     def _end(
         self, resize: Resize, after: Resize
@@ -259,8 +264,7 @@ class History:
             return after.at - after.paused_s, made, kept
         # Another run: the end of the one before is known by its last event alone.
         begun = after.at - sum(after.seconds.values())
-        heard = [at for at in self.heard if resize.at < at < begun]
-        return (max(heard) if heard else None), made, kept
+        return self._heard(resize.at, begun), made, kept
 
 
 # ---------------------------------------------------------------------- files
@@ -270,9 +274,9 @@ def read_folder(folder: Path, name: str) -> History:
     """Read the reports and events of a folder. Raises ``OSError``: it cannot be read."""
     found, notes = [], []
     paths = sorted(folder.glob(REPORTS), key=lambda path: (len(path.name), path.name))
-    if len(paths) > MOSTREPORTS:
-        notes.append(f"{len(paths) - MOSTREPORTS} older reports are left out")
-    for path in paths[-MOSTREPORTS:]:
+    if len(paths) > MOST_REPORTS:
+        notes.append(f"{len(paths) - MOST_REPORTS} older reports are left out")
+    for path in paths[-MOST_REPORTS:]:
         try:
             with path.open("rb") as file:
                 text, at = file.read(MOST_REPORT_BYTES + 1), path.stat().st_mtime
@@ -367,7 +371,7 @@ def _read_events(path: Path) -> tuple[list[Incident], list[float], list[str]]:
     notes = [f"{unread} lines of {path.name} are torn or of another version"] if unread else []
     if len(incidents) > MOST_INCIDENTS:
         notes.append(f"{len(incidents) - MOST_INCIDENTS} older failures are left out")
-    return incidents[-MOST_INCIDENTS:], heard, notes
+    return incidents[-MOST_INCIDENTS:], sorted(heard), notes
 
 
 # ---------------------------------------------------------------------- losses

@@ -133,6 +133,16 @@ def test_failures_between_changes_come_from_the_events(tmp_path: Path, capsys: C
     assert "note: 3 lines of events.jsonl are torn or of another version" in said
 
 
+def test_a_run_that_begins_anew_ends_the_one_before_at_its_last_event() -> None:
+    """Hours may lie between two runs in one folder."""
+    again = report(0, at=BEGIN + 9000, step=140, reason="start")
+    given = [read_resize(each) for each in (report(0), report(1), again)]
+    events = [BEGIN + 1, BEGIN + 150, BEGIN + 8999, BEGIN + 9050]
+    stretches = History("j", tuple(given), heard=events).stretches
+    assert [each.end for each in stretches] == [BEGIN + 90, BEGIN + 150, BEGIN + 9050]
+    assert [each.end for each in History("j", tuple(given)).stretches] == [BEGIN + 90, None, None]
+
+
 # ---------------------------------------------------------------------- where a history is found
 
 
