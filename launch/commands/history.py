@@ -104,7 +104,7 @@ def _plot(args: argparse.Namespace) -> int:
     if not args.out.parent.is_dir():
         raise UsageError(f"-o {args.out}: there is no folder {args.out.parent}.")
     history, tensorboard = _read(args)
-    losses = _losses(args, history, tensorboard)
+    losses, note = _losses(args, history, tensorboard)
     try:
         from scalai.launch.commands import history_picture
     except ModuleNotFoundError as error:
@@ -118,12 +118,7 @@ def _plot(args: argparse.Namespace) -> int:
         replace_file(args.out, drawing, is_durable=False)
     except OSError as error:
         raise ScalaiError(f"-o {args.out} cannot be written: {error.strerror}") from error
-    show(*(f"note: {note}" for note in history.notes), end="\n" if history.notes else "")
-    if losses is not None and losses.points and not _is_of(losses, history):
-        show("note: no loss lies in the time of these changes: are they of another job?")
-    if losses is None:
-        show("note: without losses; name them by --tensorboard DIR or --losses PATH")
-    show(str(args.out))
+    show(*(f"note: {each}" for each in (*history.notes, note) if each), str(args.out))
     return 0
 
 
@@ -134,11 +129,25 @@ def _is_of(losses: Losses, history: History) -> bool:
     return end >= first - 1.0 and (begin <= last or not history.changes)
 
 
-def _losses(args: argparse.Namespace, history: History, found: Path | None) -> Losses | None:
+def _losses(
+    args: argparse.Namespace, history: History, found: Path | None
+) -> tuple[Losses | None, str]:
+    """Losses, and what is to be said of them; ``found``: the job's folder of TensorBoard."""
     if args.losses is not None:
-        return read_losses(args.losses, history)
-    folder = args.tensorboard or found
-    return None if folder is None else read_tensorboard(folder, args.tag)
+        losses = read_losses(args.losses, history)
+    elif args.tensorboard is not None:
+        losses = read_tensorboard(args.tensorboard, args.tag)
+    elif found is not None:
+        try:
+            losses = read_tensorboard(found, args.tag)
+        except ScalaiError as error:  # nobody has asked for it
+            return None, f"without losses: {error}"
+    else:
+        return None, "without losses; name them by --tensorboard DIR or --losses PATH"
+    is_odd = not _is_of(losses, history)
+    return losses, (
+        "no loss lies in the time of these changes: are they of another job?" if is_odd else ""
+    )
 
 
 def _read(args: argparse.Namespace) -> tuple[History, Path | None]:

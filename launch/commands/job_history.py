@@ -312,8 +312,9 @@ def history_of(
 def merged(told: Mapping[str, Json], name: str) -> History:
     """The history of a running job: of its folder, if that is here, and of the reports that its
     coordinator tells (``ReadReports``)."""
-    folder = Path(told["report_dir"] or "/nowhere")
-    kept = read_folder(folder, name) if folder.is_dir() else history_of(name, ())
+    folder = told["report_dir"]
+    is_here = folder is not None and Path(folder).is_dir()
+    kept = read_folder(Path(folder), name) if is_here else history_of(name, ())
     found, notes = list(zip(kept.resizes, kept.reports, strict=True)), list(kept.notes)
     here = {resize.at for resize in kept.resizes}
     for report in told["reports"]:

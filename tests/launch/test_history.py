@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from scalai.core.dataset.step_lines import StepLine, line_text
+from scalai.launch.commands import history as history_command
 from scalai.launch.commands import history_picture
 from scalai.launch.commands.history_picture import MOST_LAYOUTS, MOST_ROWS, picture
 from scalai.launch.commands.job_history import (
@@ -147,7 +148,7 @@ def test_a_run_that_begins_anew_ends_the_one_before_at_its_last_event() -> None:
 
 
 def test_a_running_job_tells_its_changes(
-    open_line: OpenLine, tmp_path: Path, capsys: Capsys
+    open_line: OpenLine, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of its folder, if that is here, and those that only the coordinator has."""
     reports = tmp_path / "reports"
@@ -165,7 +166,11 @@ def test_a_running_job_tells_its_changes(
         found = json.loads(said)
         assert code == 0 and [each["round"] for each in found["reports"]] == [1, 2, 3]
         code, said = logged(capsys, "plot", *asked[1:], "-o", tmp_path / "j.svg")
-        assert code == 0 and "without losses" in said and (tmp_path / "j.svg").is_file()
+        assert code == 0 and "without losses; name them" in said and (tmp_path / "j.svg").is_file()
+        # A folder that the script names, and nobody has asked for.
+        monkeypatch.setattr(history_command, "tensorboard_of", lambda *given: tmp_path / "none")
+        code, said = logged(capsys, "plot", *asked[1:], "-o", tmp_path / "j.svg")
+        assert code == 0 and re.search("note: without losses: .*none is no directory", said)
 
 
 def test_an_ended_job_is_known_by_its_name(tmp_path: Path, capsys: Capsys) -> None:
