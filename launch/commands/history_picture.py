@@ -677,7 +677,8 @@ def _state(axes: Axes, resizes: Sequence[Resize]) -> None:
             wide = resize.seconds.get(phase, 0.0) / unit_s
             axes.barh(row, wide, left=begin, color=colour, height=0.55)
             begin += wide
-        text = f"  {total / unit_s:.{1 if unit == 's' else 0}f} {unit}"
+        is_known = any(phase in resize.seconds for phase in STATE_PHASES)
+        text = f"  {total / unit_s:.{1 if unit == 's' else 0}f} {unit}" if is_known else "  -"
         axes.text(begin, row, text, va="center", fontsize=9)
     axes.set_xlim(0, max(1e-3, *totals) / unit_s * 1.3)
     axes.set_xlabel("seconds" if unit == "s" else "milliseconds")

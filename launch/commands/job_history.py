@@ -547,21 +547,26 @@ BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def totals(history: History) -> dict[str, Json]:
-    """Sums over the changes."""
-    changes = history.changes
+    """Sums over the changes; null: no report says."""
+    resizes, changes = history.resizes, history.changes
+    paused = [each.paused_s for each in changes if each.paused_s is not None]
+    lost = [each.steps_lost for each in resizes if each.steps_lost is not None]
+    moved = [each.bytes_moved for each in resizes if each.bytes_moved is not None]
     return {
         "changes": len(changes),
-        "paused_s": round(sum(each.paused_s or 0.0 for each in changes), 6),
-        "steps_lost": sum(each.steps_lost or 0 for each in history.resizes),
-        "bytes_moved": sum(each.bytes_moved or 0 for each in history.resizes),
+        "paused_s": round(sum(paused), 6),
+        "steps_lost": sum(lost) if lost or not changes else None,
+        "bytes_moved": sum(moved) if moved or not changes else None,
     }
 
 
 def summary(history: History) -> str:
     """The sums as a sentence."""
     found = totals(history)
-    changes = found["changes"]
+    changes, lost = found["changes"], found["steps_lost"]
     return (
         f"{changes} change{'s' if changes != 1 else ''}: {seconds_text(found['paused_s'])} without "
-        f"a step, {found['steps_lost']} steps lost, {bytes_text(found['bytes_moved'])} moved"
+        f"a step, {'unknown' if lost is None else lost} steps lost, "
+        f"{'unknown bytes' if found['bytes_moved'] is None else bytes_text(found['bytes_moved'])} "
+        "moved"
     )
