@@ -110,7 +110,7 @@ def demonstrate(framework: Framework, data: Path | None, out: Path) -> int:
         elastic.saved_step(),
         framework.story,
     )
-    picture = draw(elastic.run, reference.run, resizes, framework.story, out / "scalai-demo.png")
+    picture = draw(elastic.history(), elastic.run, reference.run, out / "scalai-demo.png")
     print(phase_table(elastic.run, resizes, framework.story))
     print(check_lines(checks))
     print(f"\n  picture   {picture}\n  took      {time.monotonic() - began:.0f} s")

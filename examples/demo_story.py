@@ -11,19 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from scalai.launch.commands.job_history import Resize, difference
+
 LOSS_LIMIT = 1e-6
 """Largest relative difference of a loss to the uninterrupted run's."""
 
 ORDINARY_STEPS = 5
 """Steps after a change that tell how long a step of the new layout takes."""
-
-NO_PAUSE = ("detect", "build", "drain")
-"""Phases in which the old round still trains, up to the agreed step."""
-
-PHASES = (
-    "detect", "build", "drain", "snapshot", "commit", "relaunch", "plan", "move", "restore",
-    "proof", "first_step",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,49 +91,6 @@ def _lines(text: str) -> Iterable[dict[str, Any]]:
     return (json.loads(line) for line in whole.splitlines())
 
 
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """The report of one round: how it came to be, and the seconds of each phase.
-
-    ``step``: optimizer steps done before it. ``proven``: tensors whose fingerprints are equal
-    before and after; ``tensors``: how many there are. ``workers``: how many on each host that
-    has some.
-    """
-
-    number: int
-    step: int
-    degrees: str
-    workers: Mapping[str, int]
-    tensors: int
-    proven: int
-    steps_lost: int
-    bytes_moved: int
-    seconds: Mapping[str, float]
-    total_s: float
-
-    @property
-    def world(self) -> str:
-        ranks = sum(self.workers.values())
-        return f"{ranks} rank{'s' if ranks > 1 else ''}"
-
-
-def read_resize(report: Mapping[str, Any]) -> Resize:
-    """Read a report that the launcher wrote to ``--report-dir``."""
-    seconds = dict(report["seconds"])
-    return Resize(
-        number=report["round"],
-        step=report["step"],
-        degrees=report["after"],
-        workers={host: count for host, count in report["workers"].items() if count},
-        tensors=report["tensors"],
-        proven=report.get("proven", 0),
-        steps_lost=report.get("steps_lost", 0),
-        bytes_moved=report.get("bytes_local", 0) + report.get("bytes_remote", 0),
-        seconds={name: float(seconds[name]) for name in PHASES},
-        total_s=report["total_s"],
-    )
-
-
 def pause_s(run: Run, resize: Resize) -> float:
     """Return the seconds that training stood still: the gap between the steps around a change,
     less one ordinary step of the new round."""
@@ -147,12 +98,6 @@ def pause_s(run: Run, resize: Resize) -> float:
     gaps = [after.at - before.at for before, after in pairwise(lines)]
     ordinary = statistics.median(gaps[1 : 1 + ORDINARY_STEPS]) if gaps[1:] else 0.0
     return max(0.0, gaps[0] - ordinary) if gaps else 0.0
-
-
-def difference(loss: float, reference: float) -> float:
-    """Return the relative difference of a loss to the uninterrupted run's; infinite for a NaN."""
-    value = abs(loss - reference) / abs(reference)
-    return math.inf if math.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +154,7 @@ def _check_first(elastic: Mapping[str, int], reference: Mapping[str, int]) -> Ch
 
 
 def check_degrees(resizes: Sequence[Resize], story: Sequence[Change]) -> Check:
-    found = [resize.degrees for resize in resizes]
+    found = [resize.after for resize in resizes]
     return Check(
         "the degrees are those of the table", found == [c.degrees for c in story], " → ".join(found)
     )
@@ -228,7 +173,7 @@ def _check_steps(elastic: Run, reference: Run, resizes: Sequence[Resize]) -> Che
         # Samples are written by another rank than losses: only their own order is fixed.
         if sorted(steps) != expected
     ]
-    lost = sum(resize.steps_lost for resize in resizes)
+    lost = sum(resize.steps_lost or 0 for resize in resizes)
     found = f"{last} steps, {lost} lost"
     if wrong:
         found += f"; missing or twice in {' and '.join(wrong)}"
@@ -269,8 +214,8 @@ def _equal_at_every_step(promise: str, unequal: Sequence[int], steps: int) -> Ch
 
 
 def check_proofs(restores: Sequence[Resize]) -> Check:
-    proven = [resize for resize in restores if resize.tensors and resize.proven == resize.tensors]
-    tensors = ", ".join(str(resize.proven) for resize in restores)
+    proven = [resize for resize in restores if resize.proof.is_whole]
+    tensors = ", ".join(str(resize.proof.proven or 0) for resize in restores)
     return Check(
         "every restored tensor is the written one",
         bool(restores) and len(proven) == len(restores),

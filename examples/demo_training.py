@@ -1,6 +1,5 @@
 """One training of the demonstration: its job, its hosts, and what it writes down."""
 
-import json
 import shutil
 import subprocess
 import sysconfig
@@ -10,8 +9,9 @@ from pathlib import Path
 
 from demo_frameworks import Framework
 from demo_hosts import DEADLINE_S, DemoError, Hosts
-from demo_story import Resize, Run, read_resize, read_run
+from demo_story import Run, read_run
 
+from scalai.launch.commands.job_history import History, Resize, read_folder
 from scalai.launch.coordinator.held_states import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import find_generations
@@ -75,11 +75,13 @@ class Training:
         metrics = self._folder / "metrics"
         return read_run(_text(metrics / "loss.jsonl"), _text(metrics / "samples.jsonl"))
 
-    def resizes(self) -> list[Resize]:
-        """Return the reports of all rounds by now, in order."""
-        paths = sorted((self._folder / "reports").glob("*.json"))
-        reports = [json.loads(path.read_text()) for path in paths]
-        return [read_resize(report) for report in reports if "after" in report]
+    def history(self) -> History:
+        """Return all rounds by now, from their reports."""
+        return read_folder(self._folder / "reports", self._name)
+
+    def resizes(self) -> Sequence[Resize]:
+        """Return the rounds by now, in order."""
+        return self.history().resizes
 
     def wait_for_round(self, number: int) -> Resize:
         """Wait until the round that follows ``number`` - 1 changes has made its first step."""

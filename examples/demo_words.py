@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from demo_frameworks import Framework
-from demo_story import NO_PAUSE, PHASES, Change, Check, Resize, Run, pause_s
+from demo_story import Change, Check, Run, pause_s
+
+from scalai.launch.commands.job_history import NO_PAUSE, Resize
 
 _WIDTH = 12
 
@@ -26,7 +28,7 @@ Scalai: a GPT changes its layout while it trains
 def change_line(change: Change, resize: Resize, run: Run) -> str:
     """Return one line of the story, after the change."""
     paused = f"{pause_s(run, resize):5.1f} s" if resize.step else ""
-    degrees = f"{resize.degrees} on {resize.world}"
+    degrees = f"{resize.after} on {resize.world}"
     return f"{resize.step:>7}  {change!s:27}  {degrees:25}{paused}".rstrip()
 
 
@@ -38,12 +40,12 @@ def phase_table(run: Run, resizes: Sequence[Resize], story: Sequence[Change]) ->
     """Return the seconds of each phase, a column a change."""
     columns = list(zip(story, resizes, strict=False))[1:]
     lines = [_row("  seconds", [change.label for change, _ in columns])]
-    for phase in PHASES:
+    for phase in dict.fromkeys(phase for _, resize in columns for phase in resize.seconds):
         mark = " *" if phase in NO_PAUSE else ""
-        values = [f"{resize.seconds[phase]:.3f}" for _, resize in columns]
+        values = [f"{resize.seconds.get(phase, 0.0):.3f}" for _, resize in columns]
         lines.append(_row("    " + phase.replace("_", " ") + mark, values))
     paused = [f"{pause_s(run, resize):.3f}" for _, resize in columns]
-    moved = [f"{resize.bytes_moved / 1e6:.1f}" for _, resize in columns]
+    moved = [f"{(resize.bytes_moved or 0) / 1e6:.1f}" for _, resize in columns]
     lines += [_row("  training paused", paused), _row("  state moved, MB", moved)]
     return "\n".join([*lines, "  * the old workers still train\n"])
 

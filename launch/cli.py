@@ -15,8 +15,8 @@ ABOUT = "The commands around a job: its state, its size, its store, its checkpoi
 MODULES = {
     **dict.fromkeys(("status", "scale", "resume", "coordinator", "doctor"), "job_commands"),
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
-    "chaos": "chaos", "plan": "plan_layout", "ledger": "ledger_report",
-    "mount": "mount", "unmount": "mount",
+    "history": "history", "plot": "history", "chaos": "chaos", "plan": "plan_layout",
+    "ledger": "ledger_report", "mount": "mount", "unmount": "mount",
 }  # fmt: skip
 """Module of each command. Only the module in use is imported: converters take time and memory."""
 

@@ -88,6 +88,13 @@ def _add_asking(commands: Any, name: str, about: str, run: Run) -> argparse.Argu
     """A command that asks the coordinator of a job."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
     parser.add_argument("--job", default="default", help="name of the job (default: %(default)s)")
+    add_way(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_way(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the way to a job's coordinator."""
     parser.add_argument(
         "--store-dir", type=Path, metavar="DIR",
         help="folder of the job's stores (default: /dev/shm)",
@@ -97,8 +104,6 @@ def _add_asking(commands: Any, name: str, about: str, run: Run) -> argparse.Argu
         help=f"the job's coordinator, if on another machine; needs {TOKEN_VARIABLE}",
     )  # fmt: skip
     add_removed_flags(parser)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
@@ -126,7 +131,7 @@ def _job_arguments(arguments: argparse.Namespace) -> list[str]:
     return given[1:] if given[:1] == ["--"] else given
 
 
-def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
+def ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     """Ask the job's coordinator; a job on this machine is found by its card."""
     refuse_variables()
     if arguments.coordinator is not None:
@@ -150,7 +155,7 @@ def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) 
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    return show(arguments, lambda: _ask(arguments, calls.Status()))
+    return show(arguments, lambda: ask(arguments, calls.Status()))
 
 
 def _scale(arguments: argparse.Namespace) -> int:
@@ -159,11 +164,11 @@ def _scale(arguments: argparse.Namespace) -> int:
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
-    answer = _ask(arguments, scale)
+    answer = ask(arguments, scale)
     _print_answer(answer, arguments)
     if arguments.wait is None or arguments.dry_run:
         return 0
-    return await_change(lambda: _ask(arguments, calls.Status()), answer, arguments.wait)
+    return await_change(lambda: ask(arguments, calls.Status()), answer, arguments.wait)
 
 
 def _print_answer(answer: Mapping[str, Any], arguments: argparse.Namespace) -> None:
@@ -174,7 +179,7 @@ def _print_answer(answer: Mapping[str, Any], arguments: argparse.Namespace) -> N
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    answer = _ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
+    answer = ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
     _print_answer(answer, arguments)
     return 0
 

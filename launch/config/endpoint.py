@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,22 +157,40 @@ def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int =
             job.remove(ENDED)
 
 
-def write_ending(folder: Path, code: int, reason: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """End of a job; ``report_dir``: folder of its reports, None: none."""
+
+    code: int
+    reason: str
+    at: float
+    report_dir: str | None = None
+
+    def __str__(self) -> str:
+        ago_s = max(0.0, time.time() - self.at)
+        return f"The last one ended {ago_s:.0f} s ago, exit code {self.code}: {self.reason}"
+
+
+def write_ending(folder: Path, code: int, reason: str, report_dir: Path | None = None) -> None:
     """Record the end of the job for later readers. Raises as ``write_card``."""
-    ending = {"code": code, "reason": reason, "at": time.time()}
+    reports = None if report_dir is None else str(report_dir.absolute())
+    ending = asdict(Ending(code, reason, time.time(), reports))
     with open_below(folder.parent, folder.name) as job:
         job.write(ENDED, json.dumps(ending).encode())
 
 
-def read_ending(folder: Path) -> str:
-    """Return a sentence about the end of the last job of this name; empty: unknown."""
+def read_ending(folder: Path) -> Ending | None:
+    """Return the end of the last job of this name; None: unknown."""
     try:
         with open_below(folder.parent, folder.name) as job:
             found = json.loads(job.read(ENDED))
-        ago_s = max(0.0, time.time() - float(found["at"]))
-        return f"The last one ended {ago_s:.0f} s ago, exit code {found['code']}: {found['reason']}"
-    except (OSError, ScalaiError, ValueError, KeyError, TypeError):
-        return ""
+        reports = found.get("report_dir")
+        return Ending(
+            int(found["code"]), str(found["reason"]), float(found["at"]),
+            reports if isinstance(reports, str) else None,
+        )  # fmt: skip
+    except (OSError, ScalaiError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def remove_card(folder: Path, of: tuple[str, int] | None = None) -> None:

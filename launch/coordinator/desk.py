@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 
 from scalai.core.degrees.passes import AS_GIVEN
 from scalai.core.errors import ScalaiError, StaleError, UsageError
@@ -56,14 +57,14 @@ from scalai.launch.coordinator.joins import Admission
 from scalai.launch.coordinator.live_job import LiveJob, Say
 from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
-from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
+from scalai.launch.coordinator.person_calls import ReadReports, ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sight import Lookout
 from scalai.runtime.calls import Peer
 from scalai.store.manifest import manifest_of_bytes
 from scalai.store.places import check_host
 
-READS = (Status, ReadSpec, Farewell)
+READS = (Status, ReadSpec, ReadReports, Farewell)
 """Calls without changes: their failure does not harm the job."""
 
 
@@ -229,6 +230,8 @@ class Desk:
                 return JsonText.of(resume(self.live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
+            case ReadReports():
+                return JsonText.of(self._reports())
         return None
 
     def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
@@ -332,6 +335,19 @@ class Desk:
             return None
         live.log(f"event=farewell host={host}: it was cut off, and learns that the job is over")
         return live.farewell
+
+    def _reports(self) -> Json:
+        folder, reports = self._spec.report_dir, self.live.timeline.reports
+        return {
+            "job": self._spec.job,
+            "reports": list(reports),
+            "most": reports.maxlen,
+            "report_dir": None if folder is None else str(folder.absolute()),
+            "directory": str(Path.cwd()),
+            "script_args": list(self._spec.options.script_args),
+            "step": self.live.members.newest(),
+            "at": time.time(),
+        }
 
     def _status(self) -> Json:
         job, reports = self.live.state, self.live.timeline.reports

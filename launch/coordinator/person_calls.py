@@ -40,4 +40,11 @@ class ReadSpec(Request[JsonText]):
     job: str | None = None
 
 
-PersonCall = Status | Scale | Resume | ReadSpec
+@dataclass(frozen=True, slots=True)
+class ReadReports(Request[JsonText]):
+    """Return the newest reports of changes, their folder if any, and the newest step."""
+
+    job: str | None = None
+
+
+PersonCall = Status | Scale | Resume | ReadSpec | ReadReports

@@ -192,7 +192,7 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         if code != STOOD_DOWN:
             if not spec.options.is_standalone:  # its folder goes with it
                 with suppress(ScalaiError, OSError):
-                    write_ending(folder, code, coordinator.ended_by)
+                    write_ending(folder, code, coordinator.ended_by, spec.report_dir)
         return code
     finally:
         clear_away(folder, address, is_last=spec.options.is_standalone)

@@ -6,6 +6,7 @@ this file: each leaves it training on both hosts.
 """
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from scalai.core.errors import AnswerError
 from support.agents import Agents, tiny_agents
+from support.command import logged
 from support.tiny_job import check_each_once, check_steps
 
 FLAGS = ("--max-restarts", "1000")
@@ -272,6 +274,18 @@ def test_workers_train_on_while_another_coordinator_takes_its_place(agents: Agen
         assert sorted(agents.workers()) == workers, "they are the same processes"
         agents.scale(nproc=world)
         agents.wait_for_all(world)
+
+
+def test_a_history_has_the_changes_under_all_coordinators(
+    agents: Agents, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = agents.job, "--store-dir", agents.store
+    code, said = logged(capsys, "history", *asked, "--json")
+    told = [report["at"] for report in json.loads(said)["reports"]]
+    assert code == 0 and told == [report["at"] for report in agents.resizes()]
+    picture = agents.folder / "history.svg"
+    code, said = logged(capsys, "plot", *asked, "-o", picture)
+    assert code == 0 and picture.is_file(), said
 
 
 @pytest.mark.campaign

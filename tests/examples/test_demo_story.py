@@ -8,19 +8,11 @@ from pathlib import Path
 import pytest
 from demo_frameworks import FRAMEWORKS
 from demo_picture import draw
-from demo_story import (
-    PHASES,
-    Check,
-    Resize,
-    Run,
-    Step,
-    check,
-    difference,
-    pause_s,
-    read_resize,
-    read_run,
-)
+from demo_story import Check, Run, Step, check, pause_s, read_run
 from demo_words import change_line, check_lines, end_line, introduction, phase_table
+
+from scalai.launch.commands.job_history import History, Resize, difference, read_resize
+from scalai.launch.coordinator.timeline import PHASES
 
 STEPS = 12
 STORY = FRAMEWORKS["megatron"].story
@@ -38,10 +30,13 @@ def run(steps: int = STEPS) -> Run:
 
 def resizes() -> list[Resize]:
     return [
-        Resize(
-            number=number, step=2 * (number - 1), degrees=change.degrees, workers={"a": number},
-            tensors=8, proven=8 if number > 1 else 0, steps_lost=0, bytes_moved=1000,
-            seconds=dict.fromkeys(PHASES, 0.1), total_s=1.0,
+        read_resize(
+            {
+                "step": 2 * (number - 1), "after": change.degrees, "workers": {"a": number},
+                "tensors": 8, "bytes_local": 400, "bytes_remote": 600, "at": 3.0 * number,
+                "seconds": dict.fromkeys(PHASES, 0.1),
+                **({"proven": 8, "paused_s": 0.8} if number > 1 else {}),
+            }
         )
         for number, change in enumerate(STORY, start=1)
     ]  # fmt: skip
@@ -121,13 +116,13 @@ def test_another_start_is_found() -> None:
 def test_other_degrees_and_a_change_too_few_are_found() -> None:
     rounds = resizes()
     promise = "the degrees are those of the table"
-    assert verdicts(rounds=[*rounds[:-1], replace(rounds[-1], degrees="TP2·PP1·DP1")]) == [promise]
+    assert verdicts(rounds=[*rounds[:-1], replace(rounds[-1], after="TP2·PP1·DP1")]) == [promise]
     assert verdicts(rounds=rounds[:-1]) == [promise]
 
 
 def test_a_restore_that_proves_fewer_tensors_is_found() -> None:
     rounds = resizes()
-    rounds[3] = replace(rounds[3], proven=7)
+    rounds[3] = replace(rounds[3], proof=replace(rounds[3].proof, proven=7))
     assert verdicts(rounds=rounds) == ["every restored tensor is the written one"]
 
 
@@ -155,17 +150,6 @@ def test_a_line_that_is_still_being_written_is_left_out() -> None:
     assert found == Run((Step(1, 5.0, 0.0, 1.0),), ((1, 9),))
 
 
-def test_a_report_of_the_launcher_is_read() -> None:
-    report = {
-        "round": 2, "step": 22, "after": "TP1·PP2·DP1", "workers": {"a": 2, "c": 0}, "tensors": 208,
-        "proven": 208, "bytes_local": 10, "bytes_remote": 5, "total_s": 3.0,
-        "seconds": dict.fromkeys(PHASES, 0.5),
-    }  # fmt: skip
-    found = read_resize(report)
-    assert found.workers == {"a": 2}
-    assert (found.step, found.world, found.bytes_moved, found.steps_lost) == (22, "2 ranks", 15, 0)
-
-
 def test_what_is_printed_names_every_change_and_every_verdict() -> None:
     rounds = resizes()
     checks = check(run(), run(), rounds, (FIRST, FIRST), STEPS - 1, STORY)
@@ -179,5 +163,6 @@ def test_what_is_printed_names_every_change_and_every_verdict() -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     reference = changed(run(), 8, loss=run().steps[7].loss * (1 + 1e-8))
-    path = draw(run(), reference, resizes(), STORY, tmp_path / "picture.png")
+    history = History("elastic", tuple(resizes()))
+    path = draw(history, run(), reference, tmp_path / "picture.png")
     assert path.read_bytes().startswith(b"\x89PNG")

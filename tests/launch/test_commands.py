@@ -98,7 +98,7 @@ def test_the_status_of_a_job_that_has_ended_says_how(
     assert "no job 'j' runs here" in said
     assert "exit code 75: saved to the durable directory" in said
     write_card(folder, ("127.0.0.1", 1), TOKEN)
-    assert read_ending(folder) == "", "another one runs"
+    assert read_ending(folder) is None, "another one runs"
 
 
 # ------------------------------------------------------------------ scalai inspect

@@ -47,7 +47,7 @@ NUMBERS = st.integers(0, 2**63 - 1)
 SHARED: list[Any] = [commands.Command, reports.Report, words.WorkerRequest]
 UNIONS: list[Any] = [
     *SHARED, calls.CoordinatorRequest, data_plane.Request, data_plane.Answer,
-    asked.Status | asked.Scale | asked.Resume | asked.ReadSpec,
+    asked.PersonCall,
     words.Welcome | words.Source | WriteOrder | calls.Joined | calls.Commanded,
 ]  # fmt: skip
 KINDS: list[Any] = list(dict.fromkeys(kind for union in UNIONS for kind in get_args(union)))

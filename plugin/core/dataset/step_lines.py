@@ -124,6 +124,18 @@ def _attempts(files: Iterable[Sequence[StepLine]]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda attempt: (runs[attempt[0]], attempt[1]))
 
 
+def losses_in_order(files: Sequence[Sequence[StepLine]]) -> list[tuple[int, float]]:
+    """Steps with their losses in the order made; a step made again comes again."""
+    order = {attempt: place for place, attempt in enumerate(_attempts(files))}
+    found = {
+        (order[line.attempt], line.step): line.loss
+        for file in files
+        for line in file
+        if isinstance(line.loss, int | float)
+    }
+    return [(step, float(loss)) for (_, step), loss in sorted(found.items())]
+
+
 def judge_lines(files: Mapping[str, tuple[Sequence[StepLine], bool]]) -> LedgerVerdict:
     """Judge the files: steps must follow each other, and repeats must have the same samples.
 
