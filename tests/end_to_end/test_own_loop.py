@@ -114,6 +114,46 @@ def test_a_loop_with_uneven_shares_learns_as_from_whole_batches(case: Case, tmp_
     assert of_function and all(each.startswith("proven") for each in of_function), of_function
 
 
+def micro_batches(agents: Agents) -> dict[str, int]:
+    """Return the micro-batches of each host in the newest step, as its ranks have drawn them."""
+    line = agents.lines()[-1]
+    return {host: len(drawn) for host, drawn in zip(line["hosts"], line["drawn"], strict=True)}
+
+
+@pytest.mark.parametrize(
+    "is_back", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "and back"]
+)
+def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(
+    is_back: bool, tmp_path: Path
+) -> None:
+    slow, case = tmp_path / "slow", Case("", 8, (2,))
+    slow.write_text("b")
+    script = [
+        str(LOOP), "--steps", "100000", "--batch", "8", "--micro-batch", "1", "--may-differ",
+        "--pass-s", "0.02", "--slow", str(slow), "--metrics", str(tmp_path / "metrics.jsonl"),
+    ]  # fmt: skip
+    measured = {"planner": "shares = 'measured'"}
+    with Agents(tmp_path, "", script, slots=1, nodes="2:3", model="", settings=measured) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_until(lambda: "event=paces b=" in agents.text(), "b is known to be slow")
+        assert micro_batches(agents) == {"a": 4, "b": 4}
+        agents.start("c")
+        agents.wait_for_step(agents.wait_for_all(3) + BEFORE, world=3)
+        assert micro_batches(agents) == {"a": 3, "b": 2, "c": 3}
+        if is_back:
+            slow.write_text("")
+            agents.wait_until(lambda: "event=paces all alike" in agents.text(), "b is fast again")
+            agents.drain("c")
+            agents.wait_for_step(agents.wait_for_all(2) + BEFORE, world=2)
+            assert micro_batches(agents) == {"a": 4, "b": 4}
+        agents.drain("a")
+        agents.drain("b")
+        agents.exit_code("a")
+        lines = agents.lines()
+    check(lines, case)
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("way", ["--way=says-nothing", "--norm"])
 def test_a_loop_that_does_not_weigh_its_losses_keeps_even_shares(way: str, tmp_path: Path) -> None:
