@@ -642,7 +642,7 @@ def _settings(spec: JobSpec, sizing: Sizing) -> m.JobSettings:
         why_not=sizing.why_not,
         # A plain job begins anew from its script's own state, which no host holds.
         place=sizing.place if spec.is_elastic else m.keep_order,
-        pace=sizing.paced,
+        share=sizing.paced,
         settle_s=spec.settle_s,
         max_hosts=spec.max_hosts,
         most_failures=spec.failures,

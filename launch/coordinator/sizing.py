@@ -203,7 +203,7 @@ class Sizing:
         return f"event=paces {ratios}: shares follow at the next change"
 
     def paced(self, target: Assignment) -> Assignment:
-        """An assignment with its replicas' measured paces; a ``Paced``."""
+        """An assignment with its replicas' measured paces; a ``Share``."""
         if self._planner.shares != MEASURED:
             return target
         paces: tuple[int, ...] = ()

@@ -48,7 +48,7 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
     Running and standby workers keep their places: known states may have changed meanwhile.
     """
     if job.current is not None and target.is_same_as(job.current):
-        return job.settings.pace(target)
+        return job.settings.share(target)
     standby = job.change.standby.assignment if job.change.standby is not None else None
     if standby is not None and _has_same_hosts(standby, target):
         idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
@@ -57,7 +57,7 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
         return replace(target, workers=workers, reason=standby.reason, paces=standby.paces)
     if (ran := _held(job)) is not None:
         target = job.settings.place(target, ran, hosts)
-    return job.settings.pace(target)
+    return job.settings.share(target)
 
 
 def _has_same_hosts(one: Assignment, other: Assignment) -> bool:

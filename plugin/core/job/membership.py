@@ -221,7 +221,7 @@ Place = Callable[[Assignment, Assignment, tuple[tuple[str, int], ...]], Assignme
 of the fewest bytes to move."""
 
 
-Paced = Callable[[Assignment], Assignment]
+Share = Callable[[Assignment], Assignment]
 """assignment -> the assignment with the measured ``paces`` of its replicas."""
 
 
@@ -233,7 +233,7 @@ def keep_order(
 
 
 def keep_even(target: Assignment) -> Assignment:
-    """A ``Paced`` without measurements."""
+    """A ``Share`` without measurements."""
     return target
 
 
@@ -247,7 +247,7 @@ class JobSettings:
     """Settings of a job, from its flags and its configuration.
 
     Attributes:
-        assign, why_not, place, pace: Choice of workers, degrees, order of hosts and shares.
+        assign, why_not, place, share: Choice of workers, degrees, order of hosts and shares.
         settle_s: Quiet seconds before a change is made.
         max_hosts: Most hosts.
         most_failures: Failures that the job survives; progress may refill its budget to them.
@@ -270,7 +270,7 @@ class JobSettings:
     assign: Assign
     why_not: WhyNot = says_nothing
     place: Place = keep_order
-    pace: Paced = keep_even
+    share: Share = keep_even
     settle_s: float = 0.0
     max_hosts: int = 1
     most_failures: int = 3
