@@ -125,8 +125,8 @@ def even_passes(values: Values) -> str:
     for name, why in _EVEN_PASSES.items():
         if values.get(name) not in (None, False, 0, "none", "0", [], ""):
             return f"{_flag(name)}: {why}"
-    if values.get("dataloader_type") not in (None, "single", "cyclic"):
-        return "--dataloader-type external: samples are not dealt by place"
+    if (kind := values.get("dataloader_type")) not in (None, "single"):
+        return f"--dataloader-type {kind}: single alone deals samples by place"
     return ""
 
 

@@ -1,7 +1,6 @@
 """Limits of a job's size beside its hosts: a person's requests, and layouts out of memory."""
 
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
@@ -222,9 +221,7 @@ class Sizing:
         if self._arguments is not None and batch and micro:
             shares = Shares(batch // micro, target.degrees.dp, paces)
             found, words = tuple(map(shares.of_replica, range(shares.dp))), ""
-        if len(found) <= SHOWN:
-            return words + "·".join(map(str, found))
-        return words + ", ".join(f"{n}x{of}" for of, n in sorted(Counter(found).items()))
+        return words + "·".join(map(str, found[:SHOWN])) + "·…" * (len(found) > SHOWN)
 
     def _made_place(self) -> Place:
         of_job = self._arguments, *self._deepspeed

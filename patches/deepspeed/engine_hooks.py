@@ -162,8 +162,8 @@ class EngineHooks:
             config[TRAIN] = self.total
         order = self._order(given, config)
         if not (order.is_in_stages and order.has_fillers):
-            why = "the script makes the passes of a step" if order.has_fillers else "own data_order"
-            self._session.keep_even(why)
+            why = "the script makes the passes of a step"
+            self._session.keep_even(why if order.has_fillers else "data_order is own")
             order = replace(order, paces=())
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
         has_own = given.get("optimizer") is not None

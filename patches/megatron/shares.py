@@ -158,14 +158,12 @@ def _passes(training: Any, make: Callable[..., Any], **kwargs: Any) -> Any:
     has_filler = shares is not None and shares.has_filler(replica)
     kwargs["forward_step_func"] = _Passes(
         kwargs["forward_step_func"], kwargs["num_microbatches"], config.calculate_per_token_loss,
-        has_filler=has_filler, session=session if is_measured else None,
+        has_filler=has_filler, divisor=shares.passes if shares is not None else None,
+        session=session if is_measured else None,
     )  # fmt: skip
     weight = 1.0 if shares is None or config.calculate_per_token_loss else shares.weight
-    divisor = shares.passes if shares is not None and shares.quotas else None
-    with (
-        _weighed_gradients(config, weight) if is_training and weight != 1.0 else nullcontext(),
-        _DIVIDING.by(divisor),
-    ):
+    is_weighed = is_training and weight != 1.0
+    with _weighed_gradients(config, weight) if is_weighed else nullcontext():
         made = make(**kwargs)
     if is_measured:
         _refuse_means(session, made, replica)
@@ -175,24 +173,6 @@ def _passes(training: Any, make: Callable[..., Any], **kwargs: Any) -> Any:
     if not is_training and getattr(job, "sft", False):
         made = [_weighed(each, shares.weight_of(replica)) for each in made]
     return made
-
-
-class _Dividing:
-    """The number by which a step's losses are divided, where replicas make other numbers of passes;
-    None: by that of the schedule's passes."""
-
-    number: int | None = None
-
-    @contextmanager
-    def by(self, number: int | None) -> Iterator[None]:
-        self.number = number
-        try:
-            yield
-        finally:
-            self.number = None
-
-
-_DIVIDING = _Dividing()
 
 
 def _refuse_means(session: Session | None, losses: Any, replica: int) -> None:
@@ -291,9 +271,10 @@ def _hook_schedules(schedules: Any) -> None:
             FILLING.end()
 
     def forward(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        if _DIVIDING.number is None:
+        passes = args[0] if args else kwargs["forward_step_func"]
+        if not isinstance(passes, _Passes) or passes.divisor is None:
             return wrapped(*args, **kwargs)
-        return wrapped(**{**given_to(wrapped, args, kwargs), "num_microbatches": _DIVIDING.number})
+        return wrapped(**{**given_to(wrapped, args, kwargs), "num_microbatches": passes.divisor})
 
     wrapt.wrap_function_wrapper(schedules, "backward_step", backward)
     wrapt.wrap_function_wrapper(schedules, "forward_step", forward)
@@ -318,14 +299,16 @@ class _Passes:
         forward: The script's forward step.
         passes: Passes of a step.
         is_per_token: Whether its losses are sums, divided by all tokens of the step.
+        divisor: Number that divides losses on all replicas; None: that of the passes.
         session: Notes their begins; None: nobody does.
     """
 
     def __init__(
         self, forward: Callable[..., Any], passes: int, is_per_token: bool, *, has_filler: bool,
-        session: Session | None,
+        divisor: int | None, session: Session | None,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, forward)
+        self.divisor = divisor
         self._forward, self._passes, self._is_per_token = forward, passes, is_per_token
         self._has_filler, self._session = has_filler, session
         self._made: dict[int, int] = {}

@@ -78,15 +78,15 @@ class OrderedBatches(Sampler[list[int]]):
         self._is_training, self._is_weighted = is_training, is_weighted
         self._given = -1
         """End of the samples given in this process; -1: none, others draw."""
-        self._why_as_many = "" if may_differ else "the loop does not say may_differ=True"
+        why_as_many = "" if may_differ else "the loop does not say may_differ=True"
         if may_differ and job.dp != job.world_size:
-            self._why_as_many = "DP is not the loop's only axis"
+            why_as_many = "DP is not the loop's only axis"
         if is_training:
             job.draw_from(order, self._contradiction)
             job.deal_passes(
                 lambda: self.passes, [size for _, size in self._batches.stages],
                 is_weighted=is_weighted, is_drawing=lambda: self._given > -1,
-                why_as_many=self._why_as_many,
+                why_as_many=why_as_many,
             )  # fmt: skip
 
     @property

@@ -559,6 +559,8 @@ class Session:
         if not self.is_measured and (watch := getattr(state, "watch_steps", None)) is not None:
             self._progress.is_own_loop = True
             watch(self)
+            if not self._pass.is_dealt:
+                self.keep_even("no OrderedBatches deal the samples of the loop")
         # Before the first step: pinning memory is slow and may wait for the device.
         attached.rings = rings_for({slot.buffer.device for slot in slots})
         if attached.rings:

@@ -155,6 +155,10 @@ class PassAtHand:
         """
         self._of_training, self._is_drawing = passes, is_drawing
 
+    @property
+    def is_dealt(self) -> bool:
+        return self._of_training is not None
+
     def of_step(self) -> StepPasses:
         """Return the passes of the step under way.
 

@@ -252,13 +252,9 @@ LONGER = 9 / 8
 
 
 def fit_batches(
-    global_batch_size: int,
-    dp: int,
-    micro_batch_size: int,
-    *,
-    has_fillers: bool = False,
+    global_batch_size: int, dp: int, micro_batch_size: int, *, has_fillers: bool = False,
     paces: tuple[int, ...] = (),
-) -> Batches:
+) -> Batches:  # fmt: skip
     """Spread a global batch over ``dp`` replicas, in micro-batches of the given size or the largest
     divisor below it.
 
