@@ -158,7 +158,8 @@ def _passes(training: Any, make: Callable[..., Any], **kwargs: Any) -> Any:
     has_filler = shares is not None and shares.has_filler(replica)
     kwargs["forward_step_func"] = _Passes(
         kwargs["forward_step_func"], kwargs["num_microbatches"], config.calculate_per_token_loss,
-        has_filler=has_filler, divisor=shares.passes if shares is not None else None,
+        has_filler=has_filler,
+        divisor=shares.passes if shares is not None and shares.quotas else None,
         session=session if is_measured else None,
     )  # fmt: skip
     weight = 1.0 if shares is None or config.calculate_per_token_loss else shares.weight

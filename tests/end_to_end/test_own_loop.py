@@ -114,43 +114,59 @@ def test_a_loop_with_uneven_shares_learns_as_from_whole_batches(case: Case, tmp_
     assert of_function and all(each.startswith("proven") for each in of_function), of_function
 
 
-def micro_batches(agents: Agents) -> dict[str, int]:
-    """Return the micro-batches of each host in the newest step, as its ranks have drawn them."""
+def samples_of(agents: Agents) -> dict[str, int]:
+    """Return the samples of each host in the newest step, as its rank has drawn them."""
     line = agents.lines()[-1]
     return {host: len(drawn) for host, drawn in zip(line["hosts"], line["drawn"], strict=True)}
 
 
-@pytest.mark.parametrize(
-    "is_back", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "and back"]
-)
-def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(
-    is_back: bool, tmp_path: Path
-) -> None:
-    slow, case = tmp_path / "slow", Case("", 8, (2,))
-    slow.write_text("b")
+def measured_job(folder: Path, micro_batch: int, nodes: str) -> Agents:
+    """Return a job of 8 samples a step, whose host b is slow."""
+    (slow := folder / "slow").write_text("b")
     script = [
-        str(LOOP), "--steps", "100000", "--batch", "8", "--micro-batch", "1", "--may-differ",
-        "--pass-s", "0.02", "--slow", str(slow), "--metrics", str(tmp_path / "metrics.jsonl"),
+        str(LOOP), "--steps", "100000", "--batch", "8", "--micro-batch", str(micro_batch),
+        "--may-differ", "--pass-s", "0.02", "--slow", str(slow),
+        "--metrics", str(folder / "metrics.jsonl"),
     ]  # fmt: skip
-    measured = {"planner": "shares = 'measured'"}
-    with Agents(tmp_path, "", script, slots=1, nodes="2:3", model="", settings=measured) as agents:
+    settings = {"planner": "shares = 'measured'"}
+    return Agents(folder, "", script, slots=1, nodes=nodes, model="", settings=settings)
+
+
+def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(tmp_path: Path) -> None:
+    with measured_job(tmp_path, 2, "2") as agents:
         agents.start("a")
         agents.start("b")
         agents.wait_until(lambda: "event=paces b=" in agents.text(), "b is known to be slow")
-        assert micro_batches(agents) == {"a": 4, "b": 4}
+        assert samples_of(agents) == {"a": 4, "b": 4}
+        agents.scale(degrees="tp1 pp1 mbs1")
+        agents.wait_until(lambda: agents.has_reported(2), "the change")
+        agents.wait_for_step(agents.wait_for_world(2) + BEFORE)
+        found = samples_of(agents)
+        assert 2 <= found["b"] < found["a"] and sum(found.values()) == 8
+        lines = agents.lines()
+    check(lines, Case("", 8, (2,)))
+
+
+@pytest.mark.campaign
+def test_a_replica_that_is_fast_again_gets_its_share_back_at_the_next_change(
+    tmp_path: Path,
+) -> None:
+    with measured_job(tmp_path, 1, "2:3") as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_until(lambda: "event=paces b=" in agents.text(), "b is known to be slow")
         agents.start("c")
         agents.wait_for_step(agents.wait_for_all(3) + BEFORE, world=3)
-        assert micro_batches(agents) == {"a": 3, "b": 2, "c": 3}
-        if is_back:
-            slow.write_text("")
-            agents.wait_until(lambda: "event=paces all alike" in agents.text(), "b is fast again")
-            agents.drain("c")
-            agents.wait_for_step(agents.wait_for_all(2) + BEFORE, world=2)
-            assert micro_batches(agents) == {"a": 4, "b": 4}
+        assert samples_of(agents) == {"a": 3, "b": 2, "c": 3}
+        (tmp_path / "slow").write_text("")
+        agents.wait_until(lambda: "event=paces all alike" in agents.text(), "b is fast again")
+        agents.drain("c")
+        agents.wait_for_step(agents.wait_for_all(2) + BEFORE, world=2)
+        assert samples_of(agents) == {"a": 4, "b": 4}
         verify = [str(SCALAI), "ledger", "verify", agents.job, "--store-dir", str(agents.store)]
         subprocess.run(verify, check=True, timeout=120)
         lines = agents.lines()
-    check(lines, case)
+    check(lines, Case("", 8, (2,)))
 
 
 @pytest.mark.campaign
