@@ -116,7 +116,9 @@ class Batches:
         """Return ``samples`` with one contiguous share of the global batch a replica, independent
         of the micro-batch if shares are even."""
         block, shares = self._block(consumed_samples, dp_rank), self.shares
-        begin = sum(map(shares.of_replica, range(dp_rank)))
+        each, rest = divmod(shares.micro_batches, shares.dp)
+        quotas = shares.quotas
+        begin = sum(quotas[:dp_rank]) if quotas else dp_rank * each + min(dp_rank, rest)
         numbers = np.arange(begin, begin + shares.of_replica(dp_rank))
         return self._with_filler(block, numbers, dp_rank)
 
