@@ -104,6 +104,32 @@ _EVEN_STAGES = ("hybrid_layer_pattern", "overlap_param_gather_with_optimizer_ste
 """Arguments with which no layout of stages goes: layers of other kinds, chunks of one size."""
 
 
+_EVEN_PASSES: Mapping[str, str] = {
+    "cuda_graph_impl": "passes are captured for one number of them",
+    "enable_cuda_graph": "passes are captured for one number of them",
+    "external_cuda_graph": "passes are captured for one number of them",
+    "fp8": "replicas exchange their largest values in a pass",
+    "hybrid_context_parallel": "samples are not dealt by place",
+    "iterations_to_skip": "a skipped step draws as many micro-batches on each replica",
+    "num_experts": "replicas exchange tokens within a pass",
+    "num_moe_experts": "replicas exchange tokens within a pass",
+    "step_batch_size_schedule": "samples are not dealt by place",
+    "virtual_pipeline_model_parallel_size": "virtual stages take micro-batches in groups",
+    "vision_pretraining": "samples are not dealt by place",
+}
+"""Arguments with which all replicas make equally many passes, and why."""
+
+
+def even_passes(values: Values) -> str:
+    """Return the reason for equally many passes of all replicas; empty: they may differ."""
+    for name, why in _EVEN_PASSES.items():
+        if values.get(name) not in (None, False, 0, "none", "0", [], ""):
+            return f"{_flag(name)}: {why}"
+    if (kind := values.get("dataloader_type")) not in (None, "single"):
+        return f"--dataloader-type {kind}: single alone deals samples by place"
+    return ""
+
+
 def layout_of(layers: int, pp: int, vpp: int = 1, predicted: int = 0) -> str:
     """Return the ``--pipeline-model-parallel-layout`` of stages as even as can be.
 

@@ -453,6 +453,7 @@ class CoordinatorLink:
                     stalled=stalled(),
                     keep_s=keep_s,
                     made=tuple(made),
+                    pace=group.pace() if group else None,
                 )
             )
             if answer.term < self._term:

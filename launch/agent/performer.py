@@ -154,6 +154,7 @@ class Performer:
             settings=JsonText.of(spec.hook_settings(workers.placement.world_size)),
             run=workers.run,
             offload=workers.offload,
+            paces=workers.paces,
         )
         self._answer(action.call, welcome)
 

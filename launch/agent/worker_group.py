@@ -82,6 +82,10 @@ class WorkerGroup:
         self.page.space(Schedule(every, begin))
         return self.newest_step()
 
+    def pace(self) -> tuple[int, float] | None:
+        """Return the newest window of passes, and the seconds of one; None: not measured."""
+        return self.page.pace(self._place.local_world_size)
+
     def are_within_steps(self) -> bool:
         """Return whether every worker reports being within a step."""
         return self.page.are_within_steps(self._place.local_world_size)

@@ -57,6 +57,7 @@ STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
 DATA_ORDERS = ("loader", "own")
 PLANNERS = ("auto", "keep", "cost")
+EVEN, MEASURED = SHARES = ("even", "measured")
 AUTO = "auto"
 """Value of ``snapshot_every``: the job chooses."""
 METADATA = "http://169.254.169.254"
@@ -250,6 +251,8 @@ class PlannerConfig:
             ``recompute``, ``virtual-stages``.
         memory_may_change: The same where nothing fits into memory with the script's flags:
             ``recompute``, ``micro-batch``, and where nothing fits with these ``offload``.
+        shares: Micro-batches of the replicas: ``even``; ``measured``: slower ones have fewer from
+            the next change on, where replicas may make other numbers of passes.
     """
 
     kind: str = AUTO
@@ -259,6 +262,7 @@ class PlannerConfig:
     host_memory_gb: float | None = None
     may_change: tuple[str, ...] = ()
     memory_may_change: tuple[str, ...] = ("recompute", "offload")
+    shares: str = EVEN
 
     def __post_init__(self) -> None:
         _expect_some("may_change", self.may_change, SPEED_PARTS)
@@ -266,6 +270,7 @@ class PlannerConfig:
         _expect(self.kind in PLANNERS, "kind", self.kind, "one of " + ", ".join(PLANNERS))
         is_size = self.host_memory_gb is None or self.host_memory_gb > 0
         _expect(is_size, "host_memory_gb", self.host_memory_gb, "a number above 0")
+        _expect(self.shares in SHARES, "shares", self.shares, "one of " + ", ".join(SHARES))
         kinds = "one of " + ", ".join(RECOMPUTES)
         _expect(self.recompute in RECOMPUTES, "recompute", self.recompute, kinds)
 

@@ -196,6 +196,7 @@ class Poll(Request[Commanded]):
     Attributes:
         newest: Furthest step of the workers of ``round``.
         made: Numbers of newer steps, from the reporting worker's host.
+        pace: Newest window of its workers, and seconds of a pass; None: not measured.
     """
 
     job: str
@@ -207,6 +208,7 @@ class Poll(Request[Commanded]):
     stalled: Stalled | None
     keep_s: float
     made: tuple[Made, ...] = ()
+    pace: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,8 @@ class Desk:
             agent.newest = poll.newest
             if poll.made:
                 self.live.note_made(poll.made)
+            if poll.pace is not None:
+                self.live.note_pace(poll.host, *poll.pace)
         assert agent.ready is not None
         keep_s = self._patience.to_keep_s(len(members))
         if not agent.has_commands and not agent.is_dismissed:

@@ -239,6 +239,13 @@ class LiveJob:
         if text:
             self.log(f"event=function_differs level=WARNING {text}")
 
+    def note_pace(self, host: str, window: int, seconds: float) -> None:
+        """Record a window of passes on a host; shares follow at the next change."""
+        job = self.state
+        if job.phase is m.Phase.RUNNING and job.current is not None:
+            if text := self.sizing.note_pace(job.round, job.current, host, window, seconds):
+                self.log(text)
+
     def note_examined(
         self, host: str, number: int, damage: Iterable[str], directory: str = ""
     ) -> None:
@@ -646,6 +653,7 @@ def _settings(spec: JobSpec, sizing: Sizing) -> m.JobSettings:
         why_not=sizing.why_not,
         # A plain job begins anew from its script's own state, which no host holds.
         place=sizing.place if spec.is_elastic else m.keep_order,
+        share=sizing.paced,
         settle_s=spec.settle_s,
         max_hosts=spec.max_hosts,
         most_failures=spec.failures,

@@ -9,6 +9,7 @@ import numpy as np
 
 from scalai.converters.megatron.model_shape import recompute_of
 from scalai.core.degrees.assignment import make_assign
+from scalai.core.degrees.batches import Shares
 from scalai.core.degrees.degrees import Degrees, parse_request
 from scalai.core.degrees.passes import Passes, offload_of_json, recompute_of_json
 from scalai.core.degrees.policy import Choice, Needing, Preferring
@@ -19,7 +20,13 @@ from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
 from scalai.core.planner.columns import Layout, columns_of
 from scalai.core.planner.devices import GB, device_named
-from scalai.core.planner.meter import ChangeTime
+from scalai.core.planner.meter import (
+    WINDOWS,
+    ChangeTime,
+    host_ratios,
+    replica_hosts,
+    replica_paces,
+)
 from scalai.core.planner.placement import make_place
 from scalai.core.planner.preference import (
     Measured,
@@ -31,6 +38,7 @@ from scalai.core.planner.preference import (
 )
 from scalai.core.planner.reconfiguration import Hosts
 from scalai.core.planner.step_memory import fits_host, step_memory
+from scalai.launch.config.elastic_config import MEASURED
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.config.script_facts import (
     read_planner,
@@ -90,6 +98,10 @@ Stepped = tuple[Degrees, Passes, str]
 """A layout in which all ranks have made a step, and the device ("": unknown)."""
 ANY_DEVICE = "a100-80gb"
 """Any device: the bytes of a layout do not depend on it."""
+MOST_PACED = 4096
+"""Number of slower and faster hosts kept for a job."""
+SHOWN = 8
+"""Largest number of replicas with a share each in a log line."""
 MOST_STEPPED = 64
 """Number of such layouts kept for a job."""
 
@@ -112,6 +124,11 @@ class Sizing:
         """Measurements of the coordinator before: steps, and the seconds of a change."""
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
         self._told = None if spec.deepspeed is None else told_by(spec.deepspeed)
+        self._windows: dict[str, tuple[int, tuple[float, ...]]] = {}
+        """Newest window of passes of each host in a round, and seconds of a pass in windows since
+        the last comparison."""
+        self._windows_of, self._ratios = 0, dict[str, float]()
+        """Their round; slower and faster hosts, as of ``host_ratios``."""
         self._is_own_loop = self._arguments is None and self._told is None
         self._has_news = False
         self._preference = self._read_preference()
@@ -160,6 +177,51 @@ class Sizing:
         except Exception as error:  # our own slip: it must not end a job
             self._say(f"event=not_placed {error!r}: hosts keep the order of joining")
             return target
+
+    def note_pace(
+        self, round: int, current: Assignment, host: str, window: int, seconds: float
+    ) -> str:
+        """Record the seconds of a pass in a host's window. Returns a log line, if other hosts are
+        slower or faster now than were before."""
+        if round != self._windows_of:
+            self._windows_of, self._windows = round, {}
+        newest, found = self._windows.get(host, (0, ()))
+        if window != newest:
+            self._windows[host] = window, (*found, seconds)[-WINDOWS:]
+        windows = {each: self._windows.get(each, (0, ()))[1] for each in current.active}
+        if host not in windows or any(len(each) < WINDOWS for each in windows.values()):
+            return ""
+        self._windows = {each: (number, ()) for each, (number, _) in self._windows.items()}
+        replicas = replica_hosts(current.workers, current.degrees)
+        judged = host_ratios(windows, replicas, self._ratios)
+        others = {each: of for each, of in self._ratios.items() if each not in windows}
+        before, self._ratios = self._ratios, dict([*others.items(), *judged.items()][-MOST_PACED:])
+        if before.keys() == self._ratios.keys():
+            return ""
+        ratios = " ".join(f"{each}={of:.2f}" for each, of in sorted(judged.items())) or "all alike"
+        return f"event=paces {ratios}: shares follow at the next change"
+
+    def paced(self, target: Assignment) -> Assignment:
+        """An assignment with its replicas' measured paces; a ``Share``."""
+        if self._planner.shares != MEASURED:
+            return target
+        paces: tuple[int, ...] = ()
+        if target.degrees.vpp == 1 and not self._ratios.keys().isdisjoint(target.members):
+            replicas = replica_hosts(target.workers, target.degrees)
+            paces = replica_paces(replicas, self._ratios)
+        reason = target.reason
+        if paces:
+            reason += f"; shares {self._shares_of(target, paces)} by measured speeds"
+        return replace(target, paces=paces, reason=reason)
+
+    def _shares_of(self, target: Assignment, paces: tuple[int, ...]) -> str:
+        """Micro-batches of each replica, in words; without a known number the times of a pass."""
+        micro = target.micro_batch_size or self._limits.micro_batch_size
+        batch, found, words = self._limits.global_batch_size, paces, "for passes of "
+        if self._arguments is not None and batch and micro:
+            shares = Shares(batch // micro, target.degrees.dp, paces)
+            found, words = tuple(map(shares.of_replica, range(shares.dp))), ""
+        return words + "·".join(map(str, found[:SHOWN])) + "·…" * (len(found) > SHOWN)
 
     def _made_place(self) -> Place:
         of_job = self._arguments, *self._deepspeed

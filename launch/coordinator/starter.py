@@ -219,6 +219,7 @@ class Starter:
                 snapshot_every=every,
                 recompute=assignment.recompute,
                 offload=assignment.offload,
+                paces=assignment.paces,
             )
             for host, placement in place_ranks(assignment).items()
         }

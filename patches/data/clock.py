@@ -192,11 +192,12 @@ class Clock:
         """True once samples from here were trained on."""
         return self.current != START or self.consumed > 0
 
-    def step(self, batches: Batches) -> bool:
-        """Count an optimizer step. Returns True if its samples were drawn from here."""
-        if len(self.drawn) < batches.num_micro_batches:
+    def step(self, batches: Batches, passes: int) -> bool:
+        """Count an optimizer step of so many passes of this process. Returns True if its samples
+        were drawn from here."""
+        if len(self.drawn) < passes:
             return False
-        for _ in range(batches.num_micro_batches):
+        for _ in range(passes):
             number = self.drawn.popleft()
         if number != self.current:
             self.current, self.consumed = number, 0
@@ -247,10 +248,11 @@ class Clocks:
         self._clocks.append(clock)
         return clock
 
-    def step(self, batches: Batches) -> bool:
-        """Count an optimizer step. Returns True if any sampler gave its samples."""
+    def step(self, batches: Batches, passes: int) -> bool:
+        """Count an optimizer step of so many passes. Returns True if any sampler gave its
+        samples."""
         self.draws = tuple(
-            clock.drawn_by_step(batches) for clock in self._clocks if clock.step(batches)
+            clock.drawn_by_step(batches) for clock in self._clocks if clock.step(batches, passes)
         )
         return bool(self.draws)
 

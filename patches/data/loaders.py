@@ -172,6 +172,12 @@ class Feed:
             )
         self._replica = replica
 
+    @property
+    def _passes(self) -> int:
+        """Passes of this process in a step."""
+        assert self.batches is not None
+        return self.batches.shares.passes_of(self._replica or 0)
+
     def step(self) -> None:
         """Count an optimizer step.
 
@@ -179,7 +185,7 @@ class Feed:
             RefusedError: Its samples came from no loader with a fixed order.
         """
         assert self.batches is not None
-        if self.clocks.step(self.batches):
+        if self.clocks.step(self.batches, self._passes):
             return
         seen = "; ".join(self._declined) or "it has no torch DataLoader with a DistributedSampler"
         raise RefusedError(
@@ -262,7 +268,7 @@ class Feed:
             )
         if clock.has_ended_otherwise or clock.ends_as_one:
             self.observer.ends_otherwise(clock)
-        if len(clock.drawn) > max(LOOK_AHEAD, 2 * self.batches.num_micro_batches):
+        if len(clock.drawn) > max(LOOK_AHEAD, 2 * self._passes):
             raise RefusedError(
                 f"{len(clock.drawn)} micro-batches were drawn and not trained on: the script skips "
                 "them, or evaluates by the loader that it trains by, and it is not known how far "

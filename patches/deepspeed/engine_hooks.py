@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -160,6 +161,10 @@ class EngineHooks:
         if self.total is not None:
             config[TRAIN] = self.total
         order = self._order(given, config)
+        if not (order.is_in_stages and order.has_fillers):
+            why = "the script makes the passes of a step"
+            self._session.keep_even(why if order.has_fillers else "data_order is own")
+            order = replace(order, paces=())
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
         has_own = given.get("optimizer") is not None
         refuse_invalid(config, stages, numbers_of(self._version), has_own_optimizer=has_own)
@@ -309,6 +314,7 @@ class EngineHooks:
             session.offload,
             optimizer is not None,
             not is_compiled or unsupported.has_cpu_adam(),
+            session.paces or (),
         )
 
     def _take_part(self, engine: Any) -> None:
@@ -369,10 +375,16 @@ class EngineHooks:
         if not batches.shares.is_even:
             replica = torch.distributed.get_rank(engine.data_parallel_group)
             self.feed.deal_to(replica)
-            self.accumulation.share(engine, batches.shares, replica)
             if is_pipeline:
                 engine.eval_batch = micro_batches.evaluating(engine.eval_batch, batches.shares)
+            else:
+                self.accumulation.share(engine, batches.shares, replica)
             _count_without_fillers(engine, batches)
+        if is_pipeline and not (batches.shares.is_even and session.paces is None):
+            replica = torch.distributed.get_rank(engine.data_parallel_group)
+            micro_batches.PipelinePasses(
+                engine, batches.shares, replica, session.begin_pass
+            ).install()
         self.numbers = StepNumbers(engine, self._version, is_pipeline=is_pipeline)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
             setattr(engine, name, self.after_a_step(name, getattr(engine, name)))
@@ -400,6 +412,8 @@ class EngineHooks:
             )
         if why and torch.distributed.get_rank() == 0:
             log.warning("event=even_shares DP divides the batch: %s", why)
+        if why:
+            self._session.keep_even(why)
         return not why and is_placed(self._session)
 
     def after_a_step(self, name: str, method: Call) -> Call:

@@ -10,7 +10,8 @@ script's own is wrong. So is a sum of losses without a division by their number.
 Where replicas have uneven shares of the micro-batches, all make equally many passes. The last one
 of a replica with one micro-batch less is a filler, which DeepSpeed's collectives need: its gradient
 has the factor zero, its loss counts nowhere. The gradients of all others have one factor, so that
-each micro-batch counts alike. Where shares are even, nothing of it is wrapped.
+each micro-batch counts alike. Where shares are even, nothing of it is wrapped. In a pipeline slower
+replicas may make fewer passes by measured paces, without fillers.
 
 Source: deepspeed/runtime/dataloader.py, runtime/pipe/engine.py, ``backward``, ``step``,
 ``set_gradient_accumulation_boundary`` and ``no_sync`` of runtime/engine.py, 0.16.9 to 0.19.8.
@@ -203,11 +204,8 @@ class Accumulation:
         engine.backward = self._counting(engine.backward)
 
     def share(self, engine: Any, shares: Shares, replica: int) -> None:
-        """Weigh the passes of an engine in a round with uneven shares; of a pipeline, too."""
+        """Weigh the passes of an engine in a round with uneven shares; not of a pipeline."""
         self._engine, self._shares, self._replica = engine, shares, replica
-        if hasattr(engine, "_exec_schedule"):
-            _Pipeline(engine, shares, is_short=self._is_short).install()
-            return
         engine.forward = self._filling(engine.forward)
         engine.backward = self._weighing(engine.backward)
         if hasattr(
@@ -247,7 +245,7 @@ class Accumulation:
     def _is_short(self) -> bool:
         """True if this replica's last pass of a step is a filler."""
         assert self._shares is not None
-        return self._shares.of_replica(self._replica) < self._shares.passes
+        return self._shares.has_filler(self._replica)
 
     @property
     def _is_last(self) -> bool:
@@ -354,17 +352,21 @@ def evaluating(evaluate: Call, shares: Shares) -> Call:
     return evaluated
 
 
-class _Pipeline:
-    """The passes of a pipeline's step where shares are uneven.
+class PipelinePasses:
+    """The passes of a pipeline's step where shares are uneven, or passes are measured.
 
     Args:
         engine: A ``PipelineEngine``.
         shares: Micro-batches of a step.
-        is_short: Whether the last pass of this replica is a filler.
+        replica: Index of this replica.
+        begin_pass: As of ``Session``.
     """
 
-    def __init__(self, engine: Any, shares: Shares, *, is_short: bool) -> None:
-        self._engine, self._shares, self._is_short = engine, shares, is_short
+    def __init__(
+        self, engine: Any, shares: Shares, replica: int, begin_pass: Callable[[int, int], None]
+    ) -> None:
+        self._engine, self._shares, self._begin_pass = engine, shares, begin_pass
+        self._passes, self._is_short = shares.passes_of(replica), shares.has_filler(replica)
         self._made = 0
         """Forward passes of training so far."""
 
@@ -375,15 +377,28 @@ class _Pipeline:
         table[passes.BackwardPass] = self._weighing(table[passes.BackwardPass])
         engine._INSTRUCTION_MAP = table
         engine._aggregate_total_loss = self._aggregating(engine._aggregate_total_loss)
+        if self._shares.quotas:
+            engine._exec_schedule = self._scheduling(engine._exec_schedule, passes.TrainSchedule)
+
+    def _scheduling(self, run: Call, kind: Any) -> Call:
+        @functools.wraps(run)
+        def execute(schedule: Any) -> None:
+            if isinstance(schedule, kind):
+                schedule = type(schedule)(self._passes, schedule.stages, schedule.stage_id)
+            run(schedule)
+
+        return execute
 
     @property
     def _is_filler(self) -> bool:
         """True if the newest forward pass is a filler's."""
-        return self._is_short and self._made % self._shares.passes == 0
+        return self._is_short and self._made % self._passes == 0
 
     def _filling(self, run: Call) -> Call:
         def forward(engine: Any, *args: Any, **kwargs: Any) -> None:
-            self._made += torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self._begin_pass(self._made % self._passes, self._passes)
+                self._made += 1
             if not (torch.is_grad_enabled() and self._is_filler):
                 run(engine, *args, **kwargs)
                 return

@@ -48,6 +48,7 @@ class RoundOrder:
         offload: State in host memory; None: as configured.
         has_own_optimizer: True if the script gives DeepSpeed its optimizer.
         has_cpu_adam: False if DeepSpeedCPUAdam cannot be compiled here.
+        paces: As of ``Batches``.
     """
 
     tp: int
@@ -63,6 +64,7 @@ class RoundOrder:
     offload: Offload | None = None
     has_own_optimizer: bool = False
     has_cpu_adam: bool = True
+    paces: tuple[int, ...] = ()
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
@@ -104,9 +106,9 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
         )
     total = stated.train or order.global_batch_size or resolved[0]
     if order.micro_batch_size is not None:
-        return Batches(total, order.micro_batch_size, order.dp, order.has_fillers)
+        return Batches(total, order.micro_batch_size, order.dp, order.has_fillers, order.paces)
     usual = stated.micro or order.usual_micro_batch_size or resolved[1]
-    return fit_batches(total, order.dp, usual, has_fillers=order.has_fillers)
+    return fit_batches(total, order.dp, usual, has_fillers=order.has_fillers, paces=order.paces)
 
 
 def _stated(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:

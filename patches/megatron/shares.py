@@ -6,6 +6,9 @@ no micro-batch left, its last pass is a filler: its sampler gives the step's fir
 more, the loss has the factor zero, and its entry in the log is left out. Where shares are even,
 nothing is wrapped.
 
+By measured paces (``Session.paces``) slower replicas make fewer passes, without fillers: there no
+collective of replicas lies within a pass. All divide their losses by one number.
+
 Source: ``num_microbatches_calculator.py``, ``forward_step_calc_loss`` and ``backward_step`` of
 schedules.py, ``train_step`` and ``evaluate`` of training.py, ``validate_args``, 0.14 to 0.20.
 """
@@ -25,6 +28,7 @@ from scalai.core.degrees.batches import BatchRamp, Shares
 from scalai.core.errors import RefusedError
 from scalai.patches.hooking import Args, Call, Kwargs, given_to
 from scalai.patches.step_proof import keep
+from scalai.runtime.session import Session, current
 
 CALCULATOR = "megatron.core.num_microbatches_calculator"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -141,25 +145,45 @@ def hook_training(training: Any) -> None:
 def _passes(training: Any, make: Callable[..., Any], **kwargs: Any) -> Any:
     """Make the passes of a step, of the training or an evaluation."""
     job, is_training = training.get_args(), not kwargs.get("forward_only", False)
-    shares = None
+    shares, session = None, current()
     if not _has_schedule(job):
         shares = _shares_of(job, kwargs["num_microbatches"], is_training=is_training)
     kwargs["num_microbatches"] = int(kwargs["num_microbatches"])
-    if shares is None:
+    is_measured = is_training and session is not None and session.paces is not None
+    if shares is None and not is_measured:
         return make(**kwargs)
-    replica, kwargs["num_microbatches"] = _replica(), shares.passes
-    config = training.get_model_config(_first(kwargs["model"]))
-    if has_filler := shares.of_replica(replica) < shares.passes:
-        kwargs["forward_step_func"] = _Passes(
-            kwargs["forward_step_func"], shares.passes, config.calculate_per_token_loss
-        )
-    is_weighed = is_training and not config.calculate_per_token_loss
-    with _weighed_gradients(config, shares.weight) if is_weighed else nullcontext():
+    replica, config = _replica(), training.get_model_config(_first(kwargs["model"]))
+    if shares is not None:
+        kwargs["num_microbatches"] = shares.passes_of(replica)
+    has_filler = shares is not None and shares.has_filler(replica)
+    kwargs["forward_step_func"] = _Passes(
+        kwargs["forward_step_func"], kwargs["num_microbatches"], config.calculate_per_token_loss,
+        has_filler=has_filler,
+        divisor=shares.passes if shares is not None and shares.quotas else None,
+        session=session if is_measured else None,
+    )  # fmt: skip
+    weight = 1.0 if shares is None or config.calculate_per_token_loss else shares.weight
+    is_weighed = is_training and weight != 1.0
+    with _weighed_gradients(config, weight) if is_weighed else nullcontext():
         made = make(**kwargs)
+    if is_measured:
+        _refuse_means(session, made, replica)
+    if shares is None:
+        return made
     made = made[:-1] if has_filler and made else made
     if not is_training and getattr(job, "sft", False):
         made = [_weighed(each, shares.weight_of(replica)) for each in made]
     return made
+
+
+def _refuse_means(session: Session | None, losses: Any, replica: int) -> None:
+    """Keep passes even for a script whose log has means of replicas, not sums over tokens: it takes
+    them by a collective within each pass."""
+    if session is None or session.paces or not losses or not isinstance(losses[0], dict):
+        return
+    if any(getattr(each, "numel", lambda: 1)() != 2 for each in losses[0].values()):
+        why = "the script's losses are means, which replicas may exchange in each pass"
+        session.keep_even(why, tells=replica == 0)
 
 
 @contextmanager
@@ -247,7 +271,14 @@ def _hook_schedules(schedules: Any) -> None:
         finally:
             FILLING.end()
 
+    def forward(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        passes = args[0] if args else kwargs["forward_step_func"]
+        if not isinstance(passes, _Passes) or passes.divisor is None:
+            return wrapped(*args, **kwargs)
+        return wrapped(**{**given_to(wrapped, args, kwargs), "num_microbatches": passes.divisor})
+
     wrapt.wrap_function_wrapper(schedules, "backward_step", backward)
+    wrapt.wrap_function_wrapper(schedules, "forward_step", forward)
 
 
 def _hook_scaler(module: Any) -> None:
@@ -263,23 +294,32 @@ def _hook_scaler(module: Any) -> None:
 
 
 class _Passes:
-    """A step's forward passes on a replica whose last one is a filler.
+    """A step's forward passes on a replica whose last one may be a filler.
 
     Args:
         forward: The script's forward step.
         passes: Passes of a step.
         is_per_token: Whether its losses are sums, divided by all tokens of the step.
+        divisor: Number that divides losses on all replicas; None: that of the passes.
+        session: Notes their begins; None: nobody does.
     """
 
-    def __init__(self, forward: Callable[..., Any], passes: int, is_per_token: bool) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], passes: int, is_per_token: bool, *, has_filler: bool,
+        divisor: int | None, session: Session | None,
+    ) -> None:  # fmt: skip
         functools.update_wrapper(self, forward)
+        self.divisor = divisor
         self._forward, self._passes, self._is_per_token = forward, passes, is_per_token
+        self._has_filler, self._session = has_filler, session
         self._made: dict[int, int] = {}
         """Passes begun, by chunk of the model."""
 
     def __call__(self, iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         self._made[id(model)] = made = self._made.get(id(model), 0) + 1
-        if made < self._passes:
+        if self._session is not None:
+            self._session.begin_pass(made - 1, self._passes)
+        if made < self._passes or not self._has_filler:
             return self._forward(iterator, model, *args, **kwargs)
         FILLING.begin(model)
         try:
@@ -315,24 +355,28 @@ def _shares_of(job: Any, count: int, *, is_training: bool) -> Shares | None:
     None: they are even."""
     if not is_training:
         batch, micro = _evaluated(job)
-    elif isinstance(count, PassCount):
-        batch, micro = count.batch, job.micro_batch_size
     else:
-        return None
-    shares = Shares(batch // micro, job.data_parallel_size)
+        micro = job.micro_batch_size
+        batch = count * micro * job.data_parallel_size  # of a ``PassCount`` too
+    paces = _paces() if is_training else ()
+    shares = Shares(batch // micro, job.data_parallel_size, paces)
     return None if shares.is_even else shares
+
+
+def _paces() -> tuple[int, ...]:
+    session = current()
+    return () if session is None else session.paces or ()
 
 
 def own_weight() -> float:
     """Return the factor of a mean over this replica's micro-batches of the present step in a mean
     over replicas, so that each micro-batch counts alike."""
     from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_num_microbatches
+    from megatron.core.parallel_state import get_data_parallel_world_size
 
-    count = get_num_microbatches()
-    if not isinstance(count, PassCount):
-        return 1.0
-    micro = get_micro_batch_size()
-    return Shares(count.batch // micro, count.block // micro).weight_of(_replica())
+    dp = get_data_parallel_world_size()
+    batch = get_num_microbatches() * get_micro_batch_size() * dp  # of a ``PassCount`` too
+    return Shares(batch // get_micro_batch_size(), dp, _paces()).weight_of(_replica())
 
 
 def _replica() -> int:
@@ -349,11 +393,13 @@ class UnevenSteps:
         ramp: Sizes of the global batch.
         dp: Number of replicas.
         before: Consumed samples of the job before the data set's first place.
+        paces: As of ``Shares``.
     """
 
     ramp: BatchRamp
     dp: int
     before: int = 0
+    paces: tuple[int, ...] = ()
 
     def size_at(self, place: int) -> int:
         """Return the samples of the step that begins at a place."""
@@ -377,8 +423,9 @@ def steps_of(job: Any, *, is_training: bool, before: int = 0) -> UnevenSteps | N
     else:
         batch, micro = _evaluated(job)
         ramp = BatchRamp(batch, 1, 0, batch)
-    is_even = not any(size % (micro * dp) for size in ramp.sizes)
-    return None if is_even else UnevenSteps(ramp, dp, before)
+    paces = _paces() if is_training else ()
+    is_even = not paces and not any(size % (micro * dp) for size in ramp.sizes)
+    return None if is_even else UnevenSteps(ramp, dp, before, paces)
 
 
 def _has_schedule(job: Any) -> bool:
@@ -396,9 +443,9 @@ class Filler(list[int]):
 
 def dealt(shares: Shares, replica: int, begin: int, micro: int) -> Iterator[list[int]]:
     """Yield a replica's places of the step that begins at a place, micro-batch by micro-batch."""
-    for number in range(replica, shares.micro_batches, shares.dp):
+    for number in shares.dealt_to(replica):
         yield [*range(begin + number * micro, begin + (number + 1) * micro)]
-    if shares.of_replica(replica) < shares.passes:
+    if shares.has_filler(replica):
         first = begin + replica * micro
         yield Filler(range(first, first + micro))
 
@@ -415,6 +462,6 @@ def micro_batches(
     begin, micro = sampler.consumed_samples, sampler.micro_batch_size
     while is_endless or begin + steps.size_at(begin) <= sampler.total_samples:
         size = steps.size_at(begin)
-        shares = Shares(size // micro, steps.dp)
+        shares = Shares(size // micro, steps.dp, steps.paces)
         yield from dealt(shares, sampler.data_parallel_rank, begin, micro)
         begin += size

@@ -26,7 +26,12 @@ import torch.distributed
 import wrapt
 
 from scalai.converters.megatron.arguments import TOLD_FACT, told_of
-from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
+from scalai.converters.megatron.rules import (
+    allows_untested,
+    even_passes,
+    faults_of,
+    fixed_axes,
+)
 from scalai.core.errors import LayoutError, refuse_all
 from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
@@ -242,6 +247,8 @@ class TrainingHooks:
             padded_vocab_size=job.padded_vocab_size,
             **{TOLD_FACT: told_of(vars(job))},
         )
+        if why := even_passes(vars(job)):
+            session.keep_even(why)
         is_stated = getattr(job, "_is_global_batch_size_explicitly_specified", True)
         if not is_stated and job.eval_global_batch_size == job.global_batch_size:
             # Micro-batch times DP: a change of DP may not change what an evaluation sees.

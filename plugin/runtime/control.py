@@ -38,6 +38,9 @@ FIRST_IN_STEP = FIRST_WORKER + MAX_WORKERS
 FIRST_MADE = 512
 MADE_CELLS = 3
 """Step, loss, gradient norm of each of the newest steps."""
+FIRST_PACE = FIRST_MADE + MOST_STEPS * MADE_CELLS
+PACE_BITS = 40
+"""Bits for the microseconds of a pass; above them is the number of the window."""
 MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
 """Number of the system call, by machine: the C library has no name for it."""
 ON_ALL = 1
@@ -84,8 +87,8 @@ class ControlPage:
 
     The prepared stop, the agreed stop, the save in flight (its iteration and 1), the number of the
     workers' looks for it, the urgency of a stop waiting for it, the schedule of snapshots, the stop
-    with a step without update behind it, each worker's newest step, and its mark for being within
-    the next one.
+    with a step without update behind it, each worker's newest step, its mark for being within the
+    next one, and its newest window of passes.
 
     Eight aligned bytes are written at once on every platform supported by torch.
 
@@ -218,6 +221,21 @@ class ControlPage:
         values = rows[:, 1:].copy().view(np.float64)
         found = zip(rows[:, 0].tolist(), values.tolist(), strict=True)
         return sorted((step, loss, norm) for step, (loss, norm) in found)
+
+    def report_pace(self, local_rank: int, window: int, seconds: float) -> None:
+        """Worker: usual seconds of a pass in a window of steps, by its number from 1 on."""
+        most = (1 << PACE_BITS) - 1
+        # One cell, so that reads are whole.
+        self._cells[FIRST_PACE + local_rank] = window << PACE_BITS | min(
+            max(int(seconds * 1e6), 1), most
+        )
+
+    def pace(self, workers: int) -> tuple[int, float] | None:
+        """Agent: the newest window that each of the first ``workers`` workers has ended, and the
+        seconds of a pass on the slowest; None: none yet."""
+        cells = self._cells[FIRST_PACE : FIRST_PACE + workers].copy()
+        window = int(cells.min()) >> PACE_BITS
+        return (window, int((cells & (1 << PACE_BITS) - 1).max()) / 1e6) if window else None
 
     def must_prove(self, step: int) -> bool:
         """Worker, at the stop of this step: True to make the next one up to its update."""

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from scalai.core.dataset.order import GlobalBatches, GlobalOrder
 from scalai.core.degrees.batches import Batches, BatchRamp, fit_batches
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, UsageError
 from scalai.runtime.session import Session
 from scalai.runtime.step_passes import StepPasses
 
@@ -47,9 +47,11 @@ class OrderedBatches(Sampler[list[int]]):
         is_training: Steps draw in this order, as in one of each round.
         is_weighted: The loop goes over ``job.passes`` and multiplies each loss by ``job.weight``,
             so that DP need not divide the batch. Make it before ``attach`` then.
+        may_differ: No collective of the replicas lies within a pass but the last one, such as DDP's
+            without ``no_sync()``: slower replicas may make fewer passes (``[planner] shares``).
 
     Raises:
-        UsageError: ``is_weighted`` behind ``attach``.
+        UsageError: ``is_weighted`` behind ``attach``; or ``may_differ`` without it.
         RefusedError: The replica is unknown; a data set is another one than in earlier rounds; or
             steps draw in another order already.
     """
@@ -57,8 +59,13 @@ class OrderedBatches(Sampler[list[int]]):
     def __init__(
         self, job: Session, order: GlobalOrder, batch: int | BatchRamp, *,
         micro_batch_size: int | None = None, dp_rank: int | None = None, samples: int | None = None,
-        is_training: bool = True, is_weighted: bool = False,
+        is_training: bool = True, is_weighted: bool = False, may_differ: bool = False,
     ) -> None:  # fmt: skip
+        if may_differ and not is_weighted:
+            raise UsageError(
+                "OrderedBatches with may_differ=True need is_weighted=True: the loop multiplies "
+                "each loss by job.weight."
+            )
         if dp_rank is None and job.dp != job.world_size:
             raise RefusedError(
                 f"the replica of this rank does not follow from its number: DP is {job.dp} of "
@@ -71,11 +78,15 @@ class OrderedBatches(Sampler[list[int]]):
         self._is_training, self._is_weighted = is_training, is_weighted
         self._given = -1
         """End of the samples given in this process; -1: none, others draw."""
+        why_as_many = "" if may_differ else "the loop does not say may_differ=True"
+        if may_differ and job.dp != job.world_size:
+            why_as_many = "DP is not the loop's only axis"
         if is_training:
             job.draw_from(order, self._contradiction)
             job.deal_passes(
                 lambda: self.passes, [size for _, size in self._batches.stages],
                 is_weighted=is_weighted, is_drawing=lambda: self._given > -1,
+                why_as_many=why_as_many,
             )  # fmt: skip
 
     @property
@@ -127,6 +138,7 @@ class OrderedBatches(Sampler[list[int]]):
                 f"{why or 'the loop does not say is_weighted=True of its OrderedBatches'}. Use a "
                 "DP that divides it: [model] global_batch_size tells the job."
             )
+        paces = self._job.paces if self._is_training else None
         if has_fillers and decided and size % decided == 0 and size >= decided * dp:
-            return Batches(size, decided, dp, has_fillers=True)
-        return fit_batches(size, dp, self._most or size, has_fillers=has_fillers)
+            return Batches(size, decided, dp, True, paces or ())
+        return fit_batches(size, dp, self._most or size, has_fillers=has_fillers, paces=paces or ())

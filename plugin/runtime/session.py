@@ -71,7 +71,7 @@ from scalai.runtime.live_files import fill_state
 from scalai.runtime.processes import imported
 from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
-from scalai.runtime.step_passes import PassAtHand, StepPasses
+from scalai.runtime.step_passes import PassAtHand, PassClock, StepPasses
 
 
 class MadeSteps:
@@ -198,6 +198,8 @@ class Session:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
         micro_batch_size: Samples a forward pass and replica; None: undecided.
         offload: State in host memory; None: by the script's flags.
+        paces: Time of a pass on each replica, for its share of the batch; empty: all are alike,
+            None: shares are even, and nothing is measured.
         step, consumed_samples: Progress: 0 on a fresh start, the generation's after ``attach``.
         restorable_step: Step of the generation for ``attach``, or None. A standby worker will find
             a later one.
@@ -216,6 +218,7 @@ class Session:
         self.consumed_samples = 0
         self.micro_batch_size: int | None = None
         self.offload: Offload | None = None
+        self.paces: tuple[int, ...] | None = None
         self.restorable_step: int | None = None
         self.is_standby = False
         self.facts: Mapping[str, Json] = {}
@@ -232,6 +235,7 @@ class Session:
         self._progress = _Progress()
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
+        self._clock: PassClock | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
@@ -242,7 +246,7 @@ class Session:
         shares = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
         of = f"{self.run}-{round_number()}"
         self._consumption = Consumption(of, shares, is_telling=self.rank == 0)
-        self._pass = PassAtHand()
+        self._pass = PassAtHand(self.begin_pass)
 
     def _join(self, directory: Path) -> Mapping[str, int]:
         agent, round = call_agent(str(directory)), round_number()
@@ -257,7 +261,9 @@ class Session:
         )
         welcome = self._welcome = agent.call(Hello(self.rank, round))
         self.micro_batch_size = welcome.micro_batch_size
-        self.offload = welcome.offload
+        self.offload, self.paces = welcome.offload, welcome.paces
+        if self.paces is not None:
+            self._clock = PassClock(partial(page.report_pace, local_rank))
         self.restorable_step = welcome.restorable_step
         self.is_standby = welcome.is_standby
         self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
@@ -348,6 +354,27 @@ class Session:
         """
         self._consumption.know(sources)
 
+    def begin_pass(self, number: int, passes: int) -> None:
+        """Note the begin of a pass of the training, for this replica's next share of the batch.
+
+        Args:
+            number: From 0 on, in each step.
+            passes: Passes of this replica in the step.
+        """
+        if self._clock is not None:
+            self._clock.begin_pass(number, passes)
+
+    def keep_even(self, why: str, *, tells: bool | None = None) -> None:
+        """Measure no passes: all replicas have to make equally many. Call on every rank alike,
+        before the first step; later while ``paces`` are empty, on the ranks that know.
+
+        Args:
+            tells: Whether this rank logs it; None: the first one does.
+        """
+        if self.paces is not None and (self.rank == 0 if tells is None else tells):
+            log.warning("event=even_shares not by measured speeds: %s", why)
+        self.paces = self._clock = None
+
     def draw_from(self, order: GlobalOrder, contradiction: Contradiction = lambda *_: None) -> None:
         """Let steps draw in an order of Scalai's own; call on every rank alike.
 
@@ -363,6 +390,7 @@ class Session:
         *,
         is_weighted: bool,
         is_drawing: Callable[[], bool],
+        why_as_many: str,
     ) -> None:
         """Set the passes of the training's steps; call on every rank alike.
 
@@ -372,6 +400,7 @@ class Session:
             is_weighted: The loop says that it weighs its losses: DP need not divide the batches.
             is_drawing: Whether this rank has drawn batches: then it asks in each pass for its
                 weight.
+            why_as_many: Reason for equally many passes on all replicas; empty: none.
 
         Raises:
             UsageError: The loop weighs its losses, and ``attach`` was called already.
@@ -381,6 +410,8 @@ class Session:
                 "OrderedBatches with is_weighted=True were made behind attach(), which tells the "
                 "job of it. Make them before."
             )
+        if why_as_many:
+            self.keep_even(why_as_many)
         self._pass.deal(passes, is_drawing if is_weighted else None)
         self.report_facts(**{SIZES: list(sizes), WEIGHTED: is_weighted})
 
@@ -519,6 +550,8 @@ class Session:
         self.why_even = getattr(state, "why_even", "")
         if self.why_even and self._reported.get(WEIGHTED) and self.rank == 0:
             log.warning("event=even_shares DP divides the batch: %s", self.why_even)
+        if self.why_even:
+            self.keep_even(self.why_even)
         if self._link is None or self._welcome is None:
             return False
         slots = [*state.slots(), *self._registered.slots()]
@@ -526,6 +559,8 @@ class Session:
         if not self.is_measured and (watch := getattr(state, "watch_steps", None)) is not None:
             self._progress.is_own_loop = True
             watch(self)
+            if not self._pass.is_dealt:
+                self.keep_even("no OrderedBatches deal the samples of the loop")
         # Before the first step: pinning memory is slow and may wait for the device.
         attached.rings = rings_for({slot.buffer.device for slot in slots})
         if attached.rings:
@@ -645,6 +680,8 @@ class Session:
         self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
         self._consumption.check(self.step, before, self.consumed_samples)
         self._pass.step_ended(self.step)
+        if self._clock is not None:
+            self._clock.step_ended()
         self.end_step()
         link, snapshots = self._link, self._attached.snapshots if self._attached else None
         if link is None or snapshots is None:

@@ -7,14 +7,79 @@
 
 DP need not divide the batch then (``Shares``): a replica with one micro-batch less repeats its
 first one as a filler, with weight zero, so that collectives within a pass meet their partners.
+
+``PassClock`` measures the passes of a step, of any loop.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
+
+import torch
 
 from scalai.core.degrees.batches import Batches
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.planner.meter import WARM_STEPS, WINDOW_STEPS
+
+
+class _Mark:
+    """A moment on this rank: on its device, if it computes on one, else of its processor."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+        self._event: Any = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def has_come(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def since(self, begin: "_Mark") -> float:
+        """Seconds from an earlier mark, once both have come."""
+        if self._event is None or begin._event is None:
+            return self._at - begin._at
+        return float(begin._event.elapsed_time(self._event)) / 1000.0
+
+
+class PassClock:
+    """Seconds of a pass on this rank, without waits for other replicas: from the begin of a step's
+    first pass to the begin of its last one. It waits for no device.
+
+    Args:
+        report: Takes the number of windows of ``WINDOW_STEPS`` steps so far, and the usual seconds
+            of a pass in the newest.
+    """
+
+    def __init__(self, report: Callable[[int, float], None]) -> None:
+        self._report = report
+        self._begin: _Mark | None = None
+        self._on_the_way: deque[tuple[_Mark, _Mark, int]] = deque(maxlen=WINDOW_STEPS)
+        self._warm, self._windows = WARM_STEPS, 0
+        self._window: list[float] = []
+
+    def begin_pass(self, number: int, passes: int) -> None:
+        """Note the begin of a step's pass, by its number from 0 on."""
+        if number == 0:
+            self._begin = _Mark()
+        if number == passes - 1 > 0 and self._begin is not None:
+            self._on_the_way.append((self._begin, _Mark(), number))
+
+    def step_ended(self) -> None:
+        """Report a window, once the marks of its steps have come."""
+        while self._on_the_way and self._on_the_way[0][1].has_come:
+            begin, end, passes = self._on_the_way.popleft()
+            self._warm -= 1
+            if self._warm < 0:
+                self._window.append(end.since(begin) / passes)
+        if len(self._window) >= WINDOW_STEPS:
+            self._windows += 1
+            self._report(self._windows, median(self._window))
+            self._window = []
 
 
 class StepPasses(int):
@@ -28,8 +93,8 @@ class StepPasses(int):
         is_trained: False: passes of an evaluation.
     """
 
-    def __new__(cls, batches: Batches, *_: Any, **__: Any) -> "StepPasses":
-        return super().__new__(cls, batches.num_micro_batches)
+    def __new__(cls, batches: Batches, dp_rank: int, *_: Any, **__: Any) -> "StepPasses":
+        return super().__new__(cls, batches.shares.passes_of(dp_rank))
 
     def __init__(
         self, batches: Batches, dp_rank: int, hand: "PassAtHand", *, is_trained: bool
@@ -51,7 +116,8 @@ class StepPasses(int):
 
     def weight(self, number: int) -> float:
         """Return the factor of this pass's loss in a mean over passes and replicas."""
-        return 0.0 if self.is_filler(number) else self._batches.shares.weight
+        shares = self._batches.shares
+        return 0.0 if self.is_filler(number) else int(self) * shares.dp / shares.micro_batches
 
 
 @dataclass(slots=True)
@@ -63,9 +129,14 @@ class _Pass:
 
 
 class PassAtHand:
-    """The pass under way in this process, and whether a loop weighs the losses of its steps."""
+    """The pass under way in this process, and whether a loop weighs the losses of its steps.
 
-    def __init__(self) -> None:
+    Args:
+        begin_pass: As of ``PassClock``, for the passes of the training.
+    """
+
+    def __init__(self, begin_pass: Callable[[int, int], None]) -> None:
+        self._begin_pass = begin_pass
         self._of_training: Callable[[], StepPasses] | None = None
         self._is_drawing: Callable[[], bool] | None = None
         self._now: _Pass | None = None
@@ -83,6 +154,10 @@ class PassAtHand:
                 loop does not say so.
         """
         self._of_training, self._is_drawing = passes, is_drawing
+
+    @property
+    def is_dealt(self) -> bool:
+        return self._of_training is not None
 
     def of_step(self) -> StepPasses:
         """Return the passes of the step under way.
@@ -102,6 +177,8 @@ class PassAtHand:
         try:
             for number in range(passes):
                 now = self._now = _Pass(passes, number)
+                if is_trained:
+                    self._begin_pass(number, int(passes))
                 yield number
                 if is_trained:
                     self._made += 1

@@ -10,6 +10,7 @@ from scalai.converters.megatron import sums
 from scalai.converters.megatron.arguments import read_arguments
 from scalai.converters.megatron.model_shape import offloads_of
 from scalai.converters.megatron.rules import (
+    even_passes,
     faults_of,
     fixed_axes,
     fixed_passes,
@@ -182,6 +183,24 @@ def test_an_optimizer_that_cannot_go_to_the_host_is_said_to_stay(flags: str, why
     read = read_arguments(f"{GPT} {flags}".split())
     assert why in dict(fixed_passes(values_of(read.given)))["offload"]
     assert offloads_of(read) == ()
+
+
+@pytest.mark.parametrize(
+    ("parsed", "why"),
+    [
+        ({"num_experts": 8}, "--num-experts: replicas exchange"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "in groups"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"iterations_to_skip": [7]}, "--iterations-to-skip"),
+        ({"dataloader_type": "external"}, "by place"),
+        ({"num_experts": None, "iterations_to_skip": [], "cuda_graph_impl": "none"}, ""),
+    ],
+)
+def test_replicas_make_equally_many_passes_where_they_meet_in_one(
+    parsed: dict[str, Any], why: str
+) -> None:
+    found = even_passes({**PARSED, **parsed})
+    assert why in found and bool(why) == bool(found)
 
 
 @pytest.mark.parametrize("flag", ["--hybrid-override-pattern", "--hybrid-layer-pattern"])

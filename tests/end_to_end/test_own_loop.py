@@ -114,6 +114,61 @@ def test_a_loop_with_uneven_shares_learns_as_from_whole_batches(case: Case, tmp_
     assert of_function and all(each.startswith("proven") for each in of_function), of_function
 
 
+def samples_of(agents: Agents) -> dict[str, int]:
+    """Return the samples of each host in the newest step, as its rank has drawn them."""
+    line = agents.lines()[-1]
+    return {host: len(drawn) for host, drawn in zip(line["hosts"], line["drawn"], strict=True)}
+
+
+def measured_job(folder: Path, micro_batch: int, nodes: str) -> Agents:
+    """Return a job of 8 samples a step, whose host b is slow."""
+    (slow := folder / "slow").write_text("b")
+    script = [
+        str(LOOP), "--steps", "100000", "--batch", "8", "--micro-batch", str(micro_batch),
+        "--may-differ", "--pass-s", "0.02", "--slow", str(slow),
+        "--metrics", str(folder / "metrics.jsonl"),
+    ]  # fmt: skip
+    settings = {"planner": "shares = 'measured'"}
+    return Agents(folder, "", script, slots=1, nodes=nodes, model="", settings=settings)
+
+
+def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(tmp_path: Path) -> None:
+    with measured_job(tmp_path, 2, "2") as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_until(lambda: "event=paces b=" in agents.text(), "b is known to be slow")
+        assert samples_of(agents) == {"a": 4, "b": 4}
+        agents.scale(degrees="tp1 pp1 mbs1")
+        agents.wait_until(lambda: agents.has_reported(2), "the change")
+        agents.wait_for_step(agents.wait_for_world(2) + BEFORE)
+        found = samples_of(agents)
+        assert 2 <= found["b"] < found["a"] and sum(found.values()) == 8
+        lines = agents.lines()
+    check(lines, Case("", 8, (2,)))
+
+
+@pytest.mark.campaign
+def test_a_replica_that_is_fast_again_gets_its_share_back_at_the_next_change(
+    tmp_path: Path,
+) -> None:
+    with measured_job(tmp_path, 1, "2:3") as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_until(lambda: "event=paces b=" in agents.text(), "b is known to be slow")
+        agents.start("c")
+        agents.wait_for_step(agents.wait_for_all(3) + BEFORE, world=3)
+        assert samples_of(agents) == {"a": 3, "b": 2, "c": 3}
+        (tmp_path / "slow").write_text("")
+        agents.wait_until(lambda: "event=paces all alike" in agents.text(), "b is fast again")
+        agents.drain("c")
+        agents.wait_for_step(agents.wait_for_all(2) + BEFORE, world=2)
+        assert samples_of(agents) == {"a": 4, "b": 4}
+        verify = [str(SCALAI), "ledger", "verify", agents.job, "--store-dir", str(agents.store)]
+        subprocess.run(verify, check=True, timeout=120)
+        lines = agents.lines()
+    check(lines, Case("", 8, (2,)))
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("way", ["--way=says-nothing", "--norm"])
 def test_a_loop_that_does_not_weigh_its_losses_keeps_even_shares(way: str, tmp_path: Path) -> None:

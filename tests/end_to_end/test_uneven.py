@@ -3,7 +3,8 @@ their steps consume, learn and count is what one rank's do. Megatron-LM's own pr
 its evaluations, and a DeepSpeed script that knows nothing of Scalai."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,16 @@ from support.deepspeed_elastic import (
     run_alone,
     train_through,
 )
-from support.megatron_lm_job import MODEL, Job, check_same_steps, evaluations, make_dataset
+from support.ledgers import read_ledger
+from support.megatron_lm_job import (
+    CHECKOUT,
+    MODEL,
+    Job,
+    check_same_steps,
+    evaluations,
+    make_dataset,
+)
+from support.slow_pretrain_gpt import passes_of
 
 STEPS, BEFORE = 40, 4
 """Steps of a job, and those before it is changed."""
@@ -243,3 +253,104 @@ def test_a_worker_is_killed_while_shares_are_uneven(
         assert agents.exit_code("a") == 0, agents.logs()
     assert alone.wait(60) == 0
     check(agents, lines_of(tmp_path / "alone"), (3, 2), changes=4)
+
+
+SLOW_SCRIPT = Path(__file__).parents[1] / "support" / "slow_pretrain_gpt.py"
+MEASURED = {"planner": "shares = 'measured'"}
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(
+    megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
+)
+@pytest.mark.parametrize(
+    ("pp", "flags"),
+    [(1, SHARDED), (1, "--calculate-per-token-loss"), (2, "--use-distributed-optimizer")],
+    ids=["DP2, sharded", "DP2, by tokens", "PP2, DP2"],
+)
+def test_a_slower_replica_of_pretrain_gpt_has_a_smaller_share_from_the_next_change_on(
+    pp: int, flags: str, tmp_path: Path, jobs: list[Job]
+) -> None:
+    """Each host has a rank. A change of the micro-batch is enough."""
+    hosts, slow, steps_of = "abcd"[: 2 * pp], tmp_path / "slow", tmp_path / "ledger"
+    slow.write_text("b")
+    make_dataset(tmp_path / "text")
+    script = [
+        *MODEL.replace("--global-batch-size 12", "--global-batch-size 24").split(), *flags.split(),
+        "--train-iters", "2000", "--data-path", str(tmp_path / "text"), "--split", "90,5,5",
+        "--vocab-size", "256", "--data-cache-path", str(tmp_path / "cache"),
+        "--eval-interval", "2000",
+    ]  # fmt: skip
+    environment = {
+        "SCALAI_LEDGER_DIR": str(steps_of),
+        "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ["PYTHONPATH"]]),
+    }
+    job = Agents(
+        tmp_path, f"{2 * pp} = 'tp1 pp{pp}'",
+        [str(SLOW_SCRIPT), str(Path(str(CHECKOUT), "pretrain_gpt.py")), str(slow), *script],
+        slots=1, nodes=str(2 * pp), model="", settings=MEASURED, environment=environment,
+    )  # fmt: skip
+
+    def newest() -> int:
+        return max(read_ledger(steps_of), default=0)
+
+    def passes() -> Mapping[str, int]:
+        """Return the passes of each host in a whole step behind those of now."""
+        step = newest() + 1
+        job.wait_until(lambda: newest() > step, f"step {step}", 400)
+        return passes_of(slow, step)
+
+    with job:
+        for host in hosts:
+            job.start(host)
+        job.wait_until(lambda: "event=paces " in job.text(), "b is known to be slow", 400)
+        assert passes() == dict.fromkeys(hosts, 12)
+        job.scale(degrees=f"tp1 pp{pp} mbs2")
+        job.wait_until(lambda: job.has_reported(2), "the change", 400)
+        found = passes()
+        slower = [found[host] for host in hosts[1::2]]
+        assert set(slower) < {2, 3, 4, 5} and len(set(slower)) == 1, found
+        assert [found[host] for host in hosts[::2]] == [12 - slower[0]] * pp, found
+        (report,) = job.resizes()[1:]
+        assert str(report["function"]).startswith("proven"), report
+        made = newest()
+    alone = Job(
+        tmp_path / "alone", pp, {pp: f"tp1 pp{pp}"}, [*script, "--exit-interval", str(made)]
+    )
+    jobs.append(alone)
+    alone.finish()
+    found_steps = {step: each for step, each in read_ledger(steps_of).items() if step <= made}
+    assert list(found_steps) == list(range(1, made + 1))
+    check_same_steps(found_steps, alone.ledger())
+
+
+@pytest.mark.campaign
+def test_a_slower_replica_of_a_deepspeed_pipeline_has_a_smaller_share_from_the_next_change_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
+    folder, flags = tmp_path / "elastic", ("--num-stages", "1", "--epochs", "100")
+    given = config(1, batch=12, micro=1, **{"planner": {"shares": "measured"}})
+    alone = run_alone(tmp_path / "alone", given, *flags)
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    (slow := folder / "slow").write_text("b")
+    script = arguments(folder, *flags, "--slow", str(slow))
+    with Agents(folder, None, script, nodes="2", slots=1) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_until(lambda: "event=paces b=" in agents.text(), "b is known to be slow")
+        step = agents.wait_for_world(2) - 1
+        assert passes_of(slow, step) == {"a": 6, "b": 6}
+        agents.scale(degrees="tp1 pp1 mbs2")
+        agents.wait_until(lambda: agents.has_reported(2), "the change")
+        agents.wait_for_step(step := agents.wait_for_world(2) + 2)
+        assert passes_of(slow, step - 1) == {"a": 4, "b": 2}
+        lines = agents.lines()
+    assert alone.wait(60) == 0
+    reference = lines_of(tmp_path / "alone")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for line in lines:
+        expected = reference[line["step"] - 1]
+        assert line["lr"] == expected["lr"], line
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6), line

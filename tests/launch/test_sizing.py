@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from scalai.core.degrees.degrees import Degrees
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, UsageError
 from scalai.core.job.membership import Assignment, Job, Phase, keep_order
 from scalai.core.job.spacing import Pace
 from scalai.core.messages.shared import JsonText
@@ -490,3 +490,42 @@ def test_no_word_of_a_loop_frees_the_dp_of_a_frameworks_job(of_file: Callable[..
     sizing = of_file("", script=script)
     sizing.learn({"facts": {"batch_sizes": [12], "is_weighted": True}})
     assert not sizing.take_news() and taken(sizing, (("a", 3), ("b", 2))).degrees.dp == 4
+
+
+def test_shares_follow_the_measured_speeds_of_hosts_at_the_next_change(
+    planned: Planned, of_file: Callable[..., Sizing]
+) -> None:
+    hosts, present = (("a", 1), ("b", 1)), Degrees(1, 1, 2)
+    current = Assignment(hosts, present, None, "", paces=())
+
+    def hear(sizing: Sizing, round: int, **seconds: float) -> list[str]:
+        """Report three windows of each host, the last ones twice."""
+        told = []
+        for window in (1, 2, 3, 3):
+            for host, each in seconds.items():
+                told.append(sizing.note_pace(round, current, host, window, each))
+        return [each for each in told if each]
+
+    measured = of_file("[planner]\nshares = 'measured'", script=MEGATRON)
+    assert measured.paced(current) == current
+    assert hear(measured, 1, a=0.2, b=0.4, gone=9.0) == [
+        "event=paces b=2.00: shares follow at the next change"
+    ]
+    found = measured.paced(replace(current, reason="why"))
+    assert found.paces == (100, 200) and found.is_same_as(current)
+    assert found.reason == "why; shares 5·3 by measured speeds"
+    swapped = replace(current, workers=hosts[::-1])
+    assert measured.paced(swapped).paces == (200, 100)
+    assert measured.paced(replace(current, degrees=Degrees(1, 2, 1))).paces == ()
+    chunks = replace(current, degrees=Degrees(1, 1, 2, vpp=2))
+    assert measured.paced(chunks).paces == ()
+    newcomer = replace(current, workers=(("a", 1), ("c", 1)))
+    assert measured.paced(newcomer).paces == ()
+    assert hear(measured, 2, a=0.2) == []  # b has yet to report
+    assert measured.paced(current).paces == (100, 200)
+    assert hear(measured, 3, a=0.2, b=0.2)[0].startswith("event=paces all alike")
+    assert measured.paced(current).paces == ()
+    even = of_file("", script=MEGATRON)
+    assert even.paced(replace(current, paces=None)).paces is None
+    with pytest.raises(UsageError, match="even, measured"):
+        of_file("[planner]\nshares = 'fast'", script=MEGATRON)

@@ -50,6 +50,22 @@ def test_the_newest_step_is_that_of_the_furthest_worker_of_the_round(
     assert agent.newest_step(MAX_WORKERS) == -1 and not worker.must_stop(5)
 
 
+def test_the_pace_of_a_host_is_that_of_its_slowest_worker_once_all_know_theirs(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    last = MAX_WORKERS - 1
+    for local_rank in range(last):
+        worker.report_pace(local_rank, 7, 0.25)
+    assert agent.pace(MAX_WORKERS) is None
+    worker.report_pace(last, 6, 1e9)  # longer than its cell can say
+    window, seconds = agent.pace(MAX_WORKERS) or (0, 0.0)
+    assert window == 6 and 1e6 < seconds < 1e9
+    worker.report_pace(last, 8, 0.0)
+    assert agent.pace(MAX_WORKERS) == (7, 0.25)
+    agent.clear()
+    assert agent.pace(MAX_WORKERS) is None
+
+
 @pytest.mark.parametrize("has_kernels", [True, False], ids=["by the kernel", "by waiting"])
 def test_what_the_agent_reads_is_ordered_behind_what_it_has_written(
     agent: ControlPage, worker: ControlPage, has_kernels: bool, monkeypatch: pytest.MonkeyPatch

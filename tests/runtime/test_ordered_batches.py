@@ -91,6 +91,43 @@ def test_a_mean_over_weighted_passes_and_replicas_is_one_over_the_samples(
     assert mean == pytest.approx(values[drawn].mean(), rel=1e-12)
 
 
+def test_replicas_with_other_numbers_of_passes_weigh_each_sample_alike() -> None:
+    model, total = torch.nn.Linear(1, 1), torch.zeros(())
+    seen: list[int] = []
+    for rank, passes in enumerate((5, 5, 2)):
+        job = session(3, rank)
+        job.paces = (100, 100, 300)
+        batches = weighs(job, 12, micro_batch_size=1, may_differ=True)
+        assert int(job.passes) == passes
+        for _, samples in zip(job.passes, batches, strict=False):
+            assert not job.is_filler
+            loss = model(torch.tensor([[float(each)] for each in samples])).mean()
+            total = total + loss * job.weight / job.passes / job.dp
+            seen += samples
+    assert sorted(seen) == sorted(step_samples(12))
+    whole = model(torch.tensor([[float(each)] for each in seen])).mean()
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def step_samples(batch: int) -> list[int]:
+    """Return the samples of a first step on one replica."""
+    return [each for samples in [next(iter(weighs(session(), batch)))] for each in samples]
+
+
+def test_shares_are_even_without_a_loops_word_that_passes_may_differ(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for job, says, why in (
+        (session(2), {}, "may_differ=True"),
+        (session(4), {"may_differ": True, "dp_rank": 0}, "only axis"),
+    ):
+        job.dp, job.paces = 2, (100, 300)
+        weighs(job, 8, micro_batch_size=1, **says)
+        assert int(job.passes) == 4 and why in caplog.text
+    with pytest.raises(UsageError, match="is_weighted=True"):
+        scalai.OrderedBatches(session(), BLEND, 8, may_differ=True)
+
+
 def test_even_shares_weigh_exactly_one() -> None:
     job = session(4, 1)
     weighs(job)

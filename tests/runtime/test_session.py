@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 
 from scalai.core.errors import UsageError
 from scalai.core.messages.worker_messages import RankFinished
+from scalai.core.planner.meter import WARM_STEPS, WINDOW_STEPS
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.consumption import Consumption
 from scalai.runtime.live import Registered
 from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.session import MadeSteps, Session, _Link
+from scalai.runtime.step_passes import PassClock
 from support.tiny_job import TinyState
 
 
@@ -91,3 +94,23 @@ def test_numbers_that_are_there_are_told_with_their_step() -> None:
     made.note(2, torch.tensor([4.5]), None)
     assert told[0] == (1, 5.0, 2.0)
     assert told[1][:2] == (2, 4.5) and math.isnan(told[1][2])
+
+
+def test_a_pass_takes_the_time_between_two_begins_by_windows_of_steps() -> None:
+    told: list[tuple[int, float]] = []
+    clock = PassClock(lambda *window: told.append(window))
+
+    def make_steps(count: int, passes: int) -> None:
+        for _ in range(count):
+            for number in range(passes):
+                clock.begin_pass(number, passes)
+                time.sleep(0.002)
+            clock.step_ended()
+
+    make_steps(WARM_STEPS + WINDOW_STEPS - 1, 3)
+    assert told == []
+    make_steps(1 + WINDOW_STEPS, 3)
+    assert [number for number, _ in told] == [1, 2]
+    assert all(seconds >= 0.002 for _, seconds in told)
+    make_steps(3 * WINDOW_STEPS, 1)  # of one pass nothing is known
+    assert len(told) == 2

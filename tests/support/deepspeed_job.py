@@ -60,6 +60,7 @@ def main():
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     parser.add_argument("--resume", action="store_true", help="load only where there is one")
     parser.add_argument("--same-order", action="store_true", help="in every epoch")
+    parser.add_argument("--slow", type=Path, help="of a pipeline: a file that names a slow host")
     parser.add_argument("--device-models", type=float, help="a device's memory, in models")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
@@ -128,6 +129,10 @@ def train_pipeline(options):
     factor = 1 + 1e-4 if dist.get_world_size() == options.odd_world else 1
 
     def loss_fn(logits, classes):
+        if options.slow is not None:
+            from support.slow_pretrain_gpt import note_pass
+
+            note_pass(options.slow, engine.global_steps + 1)
         return factor * torch.nn.functional.cross_entropy(logits, classes)
 
     model = PipelineModule(

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,6 +67,9 @@ def main() -> None:
     parser.add_argument("--norm", action="store_true", help="the model has batch norm")
     parser.add_argument("--workers", type=int, default=0, help="of the loader, which read ahead")
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--may-differ", action="store_true", help="reduces in the last pass alone")
+    parser.add_argument("--pass-s", type=float, default=0.0)
+    parser.add_argument("--slow", type=Path, help="three times that, on the host this file names")
     parser.add_argument("--metrics", type=Path, required=True)
     options = parser.parse_args()
     with scalai.elastic() as job:
@@ -74,31 +78,37 @@ def main() -> None:
         optimizer = optimizer_of(model)
         batches = scalai.OrderedBatches(
             job, ORDER, options.batch, micro_batch_size=options.micro_batch,
-            is_weighted=options.way != "says-nothing",
+            is_weighted=options.way != "says-nothing", may_differ=options.may_differ,
         )  # fmt: skip
         job.attach(scalai.ReplicatedState(model, optimizer))
         replica = DistributedDataParallel(model)
         drawn = iter(DataLoader(Rows(), batch_sampler=batches, num_workers=options.workers))
+        host = Path(os.environ.get("SCALAI_AGENT", "/")).parent.name
         while job.step < options.steps:
             time.sleep(options.pause_s)
+            is_slow = options.slow is not None and options.slow.read_text() == host
             optimizer.zero_grad()
             samples, mean = [], torch.zeros((), dtype=torch.float64)
-            for _ in job.passes:
+            for number in job.passes:
                 rows, numbers = next(drawn)
                 weight = job.weight if options.way == "weighs" else 1.0
                 # DDP reduces gradients in each backward pass: all replicas make equally many.
-                loss = loss_of(replica, rows) * weight / job.passes
-                loss.backward()
+                is_alone = options.may_differ and number < job.passes - 1
+                with replica.no_sync() if is_alone else nullcontext():
+                    loss = loss_of(replica, rows) * weight / job.passes
+                    loss.backward()
+                time.sleep(options.pass_s * (3 if is_slow else 1))
                 mean += loss.detach()
                 if not (options.way == "weighs" and job.is_filler):
                     samples += numbers.tolist()
             dist.all_reduce(mean)
             optimizer.step()
-            drawn_by_all = gathered(samples)
+            drawn_by_all, hosts = gathered(samples), gathered(host)
             if dist.get_rank() == 0:
                 line = {
                     "step": job.step + 1, "loss": float(mean) / job.dp, "world": job.world_size,
                     "drawn": drawn_by_all, "passes": int(job.passes), "pid": os.getpid(),
+                    "hosts": hosts,
                 }  # fmt: skip
                 with options.metrics.open("a") as file:
                     file.write(json.dumps(line) + "\n")

@@ -4,8 +4,10 @@ The number of consumed samples is a job's one clock, independent of the layout. 
 batch-size ramp and learning-rate schedule are functions of it.
 """
 
+import heapq
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +34,7 @@ class Batches:
     Attributes:
         has_fillers: DP need not divide the micro-batches (``Shares``). Of a replica with one
             micro-batch less, the last one in all that follows is a filler: its first one again.
+        paces: As of ``Shares``.
 
     Raises:
         RefusedError: The global batch cannot be cut into equal micro-batches, or not into equal
@@ -42,6 +45,7 @@ class Batches:
     micro_batch_size: int
     dp: int
     has_fillers: bool = False
+    paces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.global_batch_size, self.micro_batch_size, self.dp) < 1:
@@ -59,11 +63,12 @@ class Batches:
     @property
     def shares(self) -> "Shares":
         """Micro-batches of each replica."""
-        return Shares(self.global_batch_size // self.micro_batch_size, self.dp)
+        return Shares(self.global_batch_size // self.micro_batch_size, self.dp, self.paces)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each replica for one optimizer step, fillers included."""
+        """Micro-batches of each replica for one optimizer step, fillers included; with ``paces`` by
+        which losses are divided on all replicas."""
         return self.shares.passes
 
     @property
@@ -72,7 +77,7 @@ class Batches:
         return self.num_micro_batches * self.micro_batch_size * self.dp
 
     def samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
-        """Return the samples of the next step, [num_micro_batches, micro_batch_size], as global
+        """Return the samples of the next step, [passes of the replica, micro_batch_size], as global
         indices.
 
         Blocks of ``micro_batch_size * dp`` samples are dealt out in order, a micro-batch a replica:
@@ -112,18 +117,19 @@ class Batches:
         of the micro-batch if shares are even."""
         block, shares = self._block(consumed_samples, dp_rank), self.shares
         each, rest = divmod(shares.micro_batches, shares.dp)
-        begin = dp_rank * each + min(dp_rank, rest)
-        return self._with_filler(block, np.arange(begin, begin + shares.of_replica(dp_rank)))
+        quotas = shares.quotas
+        begin = sum(quotas[:dp_rank]) if quotas else dp_rank * each + min(dp_rank, rest)
+        numbers = np.arange(begin, begin + shares.of_replica(dp_rank))
+        return self._with_filler(block, numbers, dp_rank)
 
     def _in_turn(self, block: npt.NDArray[np.int64], dp_rank: int) -> npt.NDArray[np.int64]:
-        numbers = np.arange(dp_rank, self.shares.micro_batches, self.dp)
-        return self._with_filler(block, numbers)
+        return self._with_filler(block, np.array(self.shares.dealt_to(dp_rank)), dp_rank)
 
     def _with_filler(
-        self, block: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]
+        self, block: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64], dp_rank: int
     ) -> npt.NDArray[np.int64]:
         """Return these micro-batches of a block of samples, the first one again for a filler."""
-        filled = np.append(numbers, numbers[: self.num_micro_batches - numbers.size])
+        filled = np.append(numbers, numbers[: self.shares.passes_of(dp_rank) - numbers.size])
         return block.reshape(-1, self.micro_batch_size)[filled]
 
     def _block(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
@@ -139,12 +145,17 @@ class Shares:
     """Micro-batches of one step over ``dp`` replicas, dealt in turn. All replicas make equally many
     passes; the last one is a filler on replicas with one micro-batch less.
 
+    Attributes:
+        paces: Time of a pass on each replica, in any unit: replicas make as many passes as ends the
+            step soonest (``quotas``), and no fillers. Empty: all are alike.
+
     Raises:
-        RefusedError: A replica would have none.
+        RefusedError: A replica would have none; or ``paces`` are of other replicas.
     """
 
     micro_batches: int
     dp: int
+    paces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.dp <= self.micro_batches:
@@ -152,29 +163,59 @@ class Shares:
                 f"{self.micro_batches} micro-batches are too few for dp={self.dp}. Use a smaller "
                 "DP or micro-batch."
             )
+        if self.paces and (len(self.paces) != self.dp or min(self.paces) < 1):
+            raise RefusedError(
+                f"paces {self.paces} of dp={self.dp} replicas; expected a whole number above 0 for "
+                "each."
+            )
+
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        """Micro-batches of each replica by ``paces``; empty: as even as can be, with fillers."""
+        return _quotas(self.micro_batches, self.paces) if self.paces else ()
 
     @property
     def is_even(self) -> bool:
-        return self.micro_batches % self.dp == 0
+        return self.micro_batches % self.dp == 0 and not self.quotas
 
     @property
     def passes(self) -> int:
-        """Passes of a replica, fillers included."""
+        """Passes of a replica, fillers included. With ``quotas`` losses are divided by it."""
         return -(-self.micro_batches // self.dp)
+
+    def passes_of(self, dp_rank: int) -> int:
+        """Return the passes of a replica, fillers included."""
+        return self.of_replica(dp_rank) if self.quotas else self.passes
 
     @property
     def weight(self) -> float:
-        """Factor of a mean over all passes, fillers with zero, so that it is one over
-        micro-batches."""
+        """Factor of a sum over all passes, divided by ``passes`` and replicas, fillers with zero,
+        so that it is a mean over micro-batches."""
         return self.passes * self.dp / self.micro_batches
 
     def of_replica(self, dp_rank: int) -> int:
         """Return the micro-batches of a replica."""
+        if quotas := self.quotas:
+            return quotas[dp_rank]
         return (self.micro_batches - dp_rank - 1) // self.dp + 1
+
+    def dealt_to(self, dp_rank: int) -> list[int]:
+        """Return the numbers of a replica's micro-batches: in each turn each replica with a
+        micro-batch left takes one."""
+        if not (quotas := self.quotas):
+            return [*range(dp_rank, self.micro_batches, self.dp)]
+        return [
+            sum(min(quota, turn) for quota in quotas) + sum(q > turn for q in quotas[:dp_rank])
+            for turn in range(quotas[dp_rank])
+        ]
 
     def is_filler(self, number: int, dp_rank: int) -> bool:
         """Return whether a replica's pass of this number, from 0 on, is a filler."""
         return number >= self.of_replica(dp_rank)
+
+    def has_filler(self, dp_rank: int) -> bool:
+        """Return whether a replica's last pass is a filler."""
+        return self.is_filler(self.passes_of(dp_rank) - 1, dp_rank)
 
     def weight_of(self, dp_rank: int) -> float:
         """Return the factor of a replica's mean over its micro-batches in a mean over replicas, so
@@ -182,19 +223,47 @@ class Shares:
         return self.of_replica(dp_rank) * self.dp / self.micro_batches
 
 
+LEAST = 2
+"""Fewest micro-batches of a replica: of fewer passes its pace would not be known."""
+
+
+@lru_cache(maxsize=64)
+def _quotas(micro_batches: int, paces: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the micro-batches of each replica with the shortest time of the longest one; empty:
+    even shares take no longer.
+
+    The next micro-batch goes to the replica that ends it first, the slowest of equal ones.
+    """
+    dp = len(paces)
+    if micro_batches < LEAST * dp:
+        return ()
+    found = [LEAST] * dp
+    ends = [((LEAST + 1) * pace, -pace, replica) for replica, pace in enumerate(paces)]
+    heapq.heapify(ends)
+    for _ in range(micro_batches - LEAST * dp):
+        end, _, replica = ends[0]
+        found[replica] += 1
+        heapq.heapreplace(ends, (end + paces[replica], -paces[replica], replica))
+    longest = max(quota * pace for quota, pace in zip(found, paces, strict=True))
+    even = -(-micro_batches // dp) * max(paces)
+    return tuple(found) if longest < even else ()
+
+
 LONGER = 9 / 8
 """Most samples of the longest replica, over the fewest, for larger micro-batches."""
 
 
 def fit_batches(
-    global_batch_size: int, dp: int, micro_batch_size: int, *, has_fillers: bool = False
-) -> Batches:
+    global_batch_size: int, dp: int, micro_batch_size: int, *, has_fillers: bool = False,
+    paces: tuple[int, ...] = (),
+) -> Batches:  # fmt: skip
     """Spread a global batch over ``dp`` replicas, in micro-batches of the given size or the largest
     divisor below it.
 
     Args:
         has_fillers: ``dp`` need not divide the batch. Then micro-batches are as large as leaves the
             longest replica at most ``LONGER`` times the fewest samples.
+        paces: As of ``Shares``.
 
     Raises:
         RefusedError: ``dp`` does not divide the global batch, or is larger.
@@ -209,9 +278,9 @@ def fit_batches(
     if is_even:
         share = global_batch_size // dp
         micro = next(m for m in range(most, 0, -1) if share % m == 0)
-        return Batches(global_batch_size, micro, dp)
+        return Batches(global_batch_size, micro, dp, paces=paces)
     spreads = (
-        Batches(global_batch_size, m, dp, True)
+        Batches(global_batch_size, m, dp, True, paces)
         for m in range(most, 0, -1)
         if global_batch_size % m == 0
     )

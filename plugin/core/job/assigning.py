@@ -43,19 +43,21 @@ def next_assignment(job: Job) -> Assignment | None:
 
 
 def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> Assignment:
-    """The assignment with each host near its pieces.
+    """The assignment with each host near its pieces, and shares by its replicas' paces.
 
     Running and standby workers keep their places: known states may have changed meanwhile.
     """
     if job.current is not None and target.is_same_as(job.current):
-        return target
+        return job.settings.share(target)
     standby = job.change.standby.assignment if job.change.standby is not None else None
     if standby is not None and _has_same_hosts(standby, target):
         idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
         active_ones = tuple(entry for entry in standby.workers if entry[1])
-        return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
-    ran = _held(job)
-    return target if ran is None else job.settings.place(target, ran, hosts)
+        workers = (*active_ones, *idle)
+        return replace(target, workers=workers, reason=standby.reason, paces=standby.paces)
+    if (ran := _held(job)) is not None:
+        target = job.settings.place(target, ran, hosts)
+    return job.settings.share(target)
 
 
 def _has_same_hosts(one: Assignment, other: Assignment) -> bool:

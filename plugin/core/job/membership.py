@@ -102,6 +102,9 @@ class Assignment:
     """Recomputed activations; None: by the script's flags."""
     offload: Offload | None = None
     """State in host memory; None: by the script's flags."""
+    paces: tuple[int, ...] | None = None
+    """Time of a pass on each replica, for its share of the batch; empty: all are alike, None:
+    shares are even, and nothing is measured. Other ones are no other assignment."""
     active: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Hosts with workers. Computed once: every report of a host reads it."""
     members: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -218,10 +221,19 @@ Place = Callable[[Assignment, Assignment, tuple[tuple[str, int], ...]], Assignme
 of the fewest bytes to move."""
 
 
+Share = Callable[[Assignment], Assignment]
+"""assignment -> the assignment with the measured ``paces`` of its replicas."""
+
+
 def keep_order(
     target: Assignment, ran: Assignment, slots: tuple[tuple[str, int], ...]
 ) -> Assignment:
     """A ``Place`` without moves."""
+    return target
+
+
+def keep_even(target: Assignment) -> Assignment:
+    """A ``Share`` without measurements."""
     return target
 
 
@@ -235,7 +247,7 @@ class JobSettings:
     """Settings of a job, from its flags and its configuration.
 
     Attributes:
-        assign, why_not, place: Choice of workers, degrees and order of hosts.
+        assign, why_not, place, share: Choice of workers, degrees, order of hosts and shares.
         settle_s: Quiet seconds before a change is made.
         max_hosts: Most hosts.
         most_failures: Failures that the job survives; progress may refill its budget to them.
@@ -258,6 +270,7 @@ class JobSettings:
     assign: Assign
     why_not: WhyNot = says_nothing
     place: Place = keep_order
+    share: Share = keep_even
     settle_s: float = 0.0
     max_hosts: int = 1
     most_failures: int = 3

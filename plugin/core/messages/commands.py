@@ -62,6 +62,8 @@ class Workers:
         generation: The newest one; None: none.
         restorable_step, facts: Of that generation.
         snapshot_every: Steps between snapshots on the way; 0: none.
+        paces: Time of a pass on each replica, for its share of the batch; empty: all are alike,
+            None: shares are even, and nothing is measured.
     """
 
     run: str
@@ -77,6 +79,7 @@ class Workers:
     snapshot_every: int
     recompute: Recompute | None = None
     offload: Offload | None = None
+    paces: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Welcome:
         settings: The elastic configuration's values for a framework's hooks.
         run: Name of this run of the job.
         offload: State in host memory; None: by the script's flags.
+        paces: As of ``Workers``.
     """
 
     degrees: Mapping[str, int]
@@ -103,6 +104,7 @@ class Welcome:
     settings: JsonText
     run: str = "-"
     offload: Offload | None = None
+    paces: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

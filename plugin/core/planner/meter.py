@@ -1,10 +1,12 @@
-"""Measures seconds a step of the present round from the furthest reported step. Reads no clock."""
+"""Measures seconds a step of the present round from the furthest reported step, and hosts whose
+passes take longer than others'. Reads no clock."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
+from statistics import median, median_low
 
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.job.spacing import Pace
 from scalai.core.planner.reconfiguration import RELAUNCH_S
 
@@ -136,3 +138,55 @@ class Meter:
     def interrupted(self) -> "Meter":
         """Return it without the present window, after a disturbance."""
         return replace(self, since=None, first=self.newest)
+
+
+SLOWER, AGAIN = 1.1, 1.05
+"""Ratio of a host's passes to the usual host's, or its inverse: above the first one in each of
+``WINDOWS`` windows it counts, and until their median is within the second one."""
+Replicas = tuple[tuple[str, ...], ...]
+"""Hosts of each replica."""
+
+
+def replica_hosts(workers: Sequence[tuple[str, int]], degrees: Degrees) -> Replicas:
+    """Return the hosts of each replica; ``workers``: of each host, in rank order."""
+    found: list[dict[str, None]] = [{} for _ in range(degrees.dp)]
+    hosts = (name for name, count in workers for _ in range(count))
+    for rank, host in enumerate(hosts):
+        found[degrees.coordinate(rank).dp_rank][host] = None
+    return tuple(map(tuple, found))
+
+
+def host_ratios(
+    windows: Mapping[str, Sequence[float]], replicas: Replicas, before: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the time of a pass on hosts that are slower or faster than the usual one, in its time.
+
+    A replica is as slow as its slowest host, and hosts of one replica cannot be told apart.
+
+    Args:
+        windows: Seconds of a pass in the newest ``WINDOWS`` windows of each host.
+        before: The last result: its hosts count as slower or faster for longer.
+    """
+    times = dict[str, list[float]]()
+    for hosts in replicas:
+        slowest = [max(each) for each in zip(*(windows[host] for host in hosts), strict=True)]
+        for host in hosts:
+            before_it = times.get(host, slowest)
+            times[host] = [max(pair) for pair in zip(slowest, before_it, strict=True)]
+    usual = median_low(median(its) for its in times.values())
+    found = {}
+    for host, its in times.items():
+        ratio = median(its) / usual
+        is_other = min(its) > SLOWER * usual or max(its) * SLOWER < usual
+        stays_other = host in before and not 1 / AGAIN <= ratio <= AGAIN
+        if is_other or stays_other:
+            found[host] = ratio
+    return found
+
+
+def replica_paces(replicas: Replicas, ratios: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the time of a pass on each replica, in hundredths of the fastest one's; empty: all are
+    alike."""
+    paces = [max(ratios.get(host, 1.0) for host in hosts) for hosts in replicas]
+    found = tuple(round(100 * pace / min(paces)) for pace in paces)
+    return found if len(set(found)) > 1 else ()

@@ -1,5 +1,6 @@
 """Global batches are the same samples for every layout, and a hash proves it."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.core.degrees.batches import (
+    LEAST,
     Batches,
     BatchRamp,
+    Shares,
     combine_hashes,
     fit_batches,
     pass_length,
@@ -208,3 +211,73 @@ def test_micro_batches_are_the_largest_that_fit() -> None:
 def test_a_pass_is_whole_global_batches() -> None:
     assert pass_length(48, 12, drop_last=False) == pass_length(48, 12, drop_last=True) == 48
     assert (pass_length(50, 12, drop_last=False), pass_length(50, 12, drop_last=True)) == (60, 48)
+
+
+@given(
+    st.integers(1, 4).flatmap(lambda dp: st.tuples(*[st.integers(50, 400)] * dp)),
+    st.integers(0, 8),
+)
+def test_shares_by_pace_make_the_longest_replica_as_short_as_can_be(
+    paces: tuple[int, ...], more: int
+) -> None:
+    dp = len(paces)
+    shares = Shares(LEAST * dp + more, dp, paces)
+    most = LEAST + more
+    best = min(
+        max(quota * pace for quota, pace in zip(quotas, paces, strict=True))
+        for quotas in product(range(LEAST, most + 1), repeat=dp)
+        if sum(quotas) == shares.micro_batches
+    )
+    made = [shares.passes_of(replica) for replica in range(dp)]
+    assert max(n * pace for n, pace in zip(made, paces, strict=True)) == best
+    if shares.quotas:
+        assert sum(made) == shares.micro_batches and best < shares.passes * max(paces)
+    else:  # nothing is gained: they are those of replicas that are alike
+        plain = Shares(shares.micro_batches, dp)
+        assert made == [plain.passes] * dp
+        assert shares.is_even == plain.is_even
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "paces", "quotas"),
+    [
+        (26, (100, 100, 167), (10, 10, 6)),
+        (8, (100, 200), (5, 3)),  # as long as 6 and 2, and nearer to each other
+        (8, (100, 900), (6, 2)),  # of one pass no pace would be known
+        (8, (100, 100, 167), (3, 3, 2)),
+        (5, (100, 900, 100), ()),  # too few
+        (9, (100, 110, 100), ()),  # no other split is shorter
+    ],
+)
+def test_slower_replicas_have_fewer_micro_batches(
+    micro_batches: int, paces: tuple[int, ...], quotas: tuple[int, ...]
+) -> None:
+    assert Shares(micro_batches, len(paces), paces).quotas == quotas
+
+
+@pytest.mark.parametrize("paces", [(100,), (100, 0)])
+def test_paces_of_other_replicas_are_refused(paces: tuple[int, ...]) -> None:
+    with pytest.raises(RefusedError, match="paces"):
+        Shares(8, 2, paces)
+
+
+@given(
+    st.tuples(*[st.sampled_from([100, 130, 210])] * 3), st.integers(6, 20), st.integers(1, 3),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_shares_by_pace_are_the_micro_batches_of_one_replica_each_once(
+    paces: tuple[int, ...], count: int, micro: int, consumed: int
+) -> None:
+    alone = Batches(count * micro, micro, 1)
+    batches = Batches(count * micro, micro, 3, True, paces)
+    for way in EVERY:
+        first = (alone,) if way == "dealt_samples" else ()
+        found = [getattr(batches, way)(consumed, rank, *first) for rank in range(3)]
+        assert [len(each) for each in found] == [batches.shares.passes_of(r) for r in range(3)]
+        real = [
+            tuple(places)
+            for rank, each in enumerate(found)
+            for number, places in enumerate(each)
+            if not batches.shares.is_filler(number, rank)
+        ]
+        assert sorted(real) == [tuple(each) for each in getattr(alone, way)(consumed, 0)]

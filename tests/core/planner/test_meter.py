@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from scalai.core.degrees.degrees import Degrees
 from scalai.core.job.spacing import Pace
 from scalai.core.planner.meter import (
     KEPT,
@@ -13,6 +14,9 @@ from scalai.core.planner.meter import (
     Moves,
     Reading,
     change_time,
+    host_ratios,
+    replica_hosts,
+    replica_paces,
 )
 
 
@@ -90,3 +94,45 @@ def test_after_a_failure_the_snapshot_of_the_last_stop_counts() -> None:
 def test_what_is_no_time_is_refused(fixed_s: float, moves_s: float) -> None:
     with pytest.raises(ValueError, match="no time of a change"):
         ChangeTime(fixed_s, moves_s)
+
+
+ALONE = tuple((host,) for host in "abcd")
+"""Each replica on a host of its own."""
+
+
+@pytest.mark.parametrize(
+    ("windows", "before", "found"),
+    [
+        ({"b": (2.0, 2.1, 1.9)}, {}, {"b": 2.0}),
+        ({"b": (2.0, 2.1, 1.05)}, {}, {}),  # not in each window
+        ({"b": (2.0, 2.1, 1.05)}, {"b": 1.8}, {"b": 2.0}),  # it counts until it is alike
+        ({"b": (1.07, 1.08, 1.06)}, {"b": 1.8}, {"b": 1.07}),
+        ({"b": (1.07, 1.08, 1.06)}, {}, {}),
+        ({"b": (1.04, 1.2, 1.0)}, {"b": 1.8}, {}),
+        ({"b": (0.5, 0.5, 0.6)}, {}, {"b": 0.5}),  # faster than the usual one
+        ({"c": (2.0,) * 3, "d": (3.0,) * 3}, {}, {"c": 2.0, "d": 3.0}),  # half of them
+    ],
+)
+def test_a_host_is_slower_if_each_window_says_so_and_until_they_are_alike(
+    windows: dict[str, tuple[float, ...]], before: dict[str, float], found: dict[str, float]
+) -> None:
+    all_of = {host: windows.get(host, (1.0, 1.0, 1.0)) for host in "abcd"}
+    assert host_ratios(all_of, ALONE, before) == pytest.approx(found)
+    in_hours = {host: [3600 * each for each in its] for host, its in all_of.items()}
+    assert host_ratios(in_hours, ALONE, before) == pytest.approx(found)
+
+
+def test_a_replica_is_as_slow_as_its_slowest_host() -> None:
+    """Two replicas in two stages: the first stage of each does not wait for the last one."""
+    replicas = replica_hosts((("a", 1), ("b", 1), ("c", 1), ("d", 1)), Degrees(1, 2, 2))
+    assert replicas == (("a", "c"), ("b", "d"))
+    times = {"a": (0.4,) * 3, "b": (0.5,) * 3, "c": (1.0,) * 3, "d": (2.0,) * 3}
+    ratios = host_ratios(times, replicas, {})
+    assert ratios == {"b": 2.0, "d": 2.0}
+    assert replica_paces(replicas, ratios) == (100, 200)
+    # Elsewhere the hosts of the slow replica are in two.
+    others = replica_hosts((("a", 1), ("b", 1), ("d", 1), ("c", 1)), Degrees(1, 2, 2))
+    assert others == (("a", "d"), ("b", "c")) and replica_paces(others, ratios) == ()
+    shared = replica_hosts((("a", 2), ("b", 2)), Degrees(1, 2, 2))
+    assert shared == (("a", "b"), ("a", "b"))
+    assert host_ratios({"a": (1.0,) * 3, "b": (2.0,) * 3}, shared, {}) == {}
