@@ -46,6 +46,11 @@ def add_parser(commands: Any) -> None:
     scale.add_argument("--nproc", type=int, metavar="N", help="number of workers in total")
     scale.add_argument("--nnodes", type=int, metavar="N", help="largest number of hosts")
     scale.add_argument("--degrees", metavar="WISH", help="degrees, such as 'tp2 pp1'")
+    scale.add_argument(
+        "--kubernetes", metavar="JOB",
+        help="set the pods of this Indexed Job to --nnodes; for a pod whose service account may "
+        "get and patch it",
+    )  # fmt: skip
     _add_dry_run(scale, "the change")
     resume = _add_asking(
         commands, "resume",
@@ -187,10 +192,25 @@ def _describe_stall(host: str, stall: Mapping[str, Any]) -> str:
 def _scale(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None and arguments.nnodes is None and arguments.degrees is None:
         raise UsageError("say what to change: --nproc N, --nnodes N or --degrees 'tp2 pp1'.")
+    if arguments.kubernetes is not None:
+        return _scale_kubernetes(arguments)
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
     _print_reason(_ask(arguments, scale), is_dry=arguments.dry_run)
+    return 0
+
+
+def _scale_kubernetes(arguments: argparse.Namespace) -> int:
+    from scalai.launch.commands.kubernetes_job import FLAG, scale_job
+
+    if arguments.nproc is not None or arguments.degrees is not None:
+        raise UsageError(
+            f"{FLAG} changes the number of pods alone: give it --nnodes N, and --nproc or "
+            "--degrees in another call."
+        )
+    change = scale_job(arguments.kubernetes, arguments.nnodes, is_dry=arguments.dry_run)
+    _print_reason({"reason": change}, is_dry=arguments.dry_run)
     return 0
 
 
