@@ -64,11 +64,10 @@ FOLLOWED = (
     f"for {FOLLOWED_S:.0f} s."
 )
 ALONE = (
-    "Drained first, this "
-    "agent stays, without workers, until the job has ended on the other hosts; where the container "
-    "is killed sooner (the scheduler's grace period is over), these hosts stop too, and keep their "
-    "newest generation. To drain hosts in any order start `scalai coordinator` in a container of "
-    "its own, before the agents."
+    "Drained first, this agent stays, without workers, until the job has ended on the other hosts; "
+    "where the container is killed sooner (the scheduler's grace period is over), these hosts stop "
+    "too, and keep their newest generation. To drain hosts in any order name --coordinator-lease, "
+    "or start `scalai coordinator` in a container of its own, before the agents."
 )
 
 

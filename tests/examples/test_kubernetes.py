@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from scalai.core.messages.actions import RESUMABLE
+from scalai.core.tensors.collection import Collection, Tensor
+from scalai.core.tensors.region import Box, whole
+from scalai.core.tensors.replicas import memory_of, ring_of
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
@@ -131,6 +134,29 @@ def test_what_the_manifests_name_is_there(folder: Path) -> None:
     bound = objects["RoleBinding", name]
     assert bound["roleRef"]["name"] == name
     assert bound["subjects"] == [{"kind": "ServiceAccount", "name": spec["serviceAccountName"]}]
+
+
+@pytest.mark.parametrize("pods", [1, 2, 4, 8])
+def test_the_store_of_the_manifests_is_computed_by_the_rule_beside_it(pods: int) -> None:
+    """Pods of data parallelism: each holds the weights, and a part of the optimizer's state."""
+    count, names = 800, [f"pod-{at}" for at in range(pods)]
+    state = [("param/w", "BF16"), *((f"{kind}/w", "F32") for kind in ("main", "m", "v"))]
+    held = {}
+    for at, name in enumerate(names):
+        part = Box((count * at // pods,), (count // pods,))
+        held[name] = Collection.of(
+            [
+                (Tensor(tensor, (count,), dtype), whole((count,)) if dtype == "BF16" else part)
+                for tensor, dtype in state
+            ]
+        )
+    whole_state = count * (2 + 3 * 4)
+    for memory in memory_of(ring_of(dict.fromkeys(names, ""), 1), held, {}):
+        by_rule = 2 * whole_state if pods == 1 else 2 * count * (2 + 24 / pods)
+        assert memory.needed == by_rule <= 2 * whole_state
+    (store,) = (each for each in job_of(built(GPU))["spec"]["template"]["spec"]["volumes"]
+                if each["name"] == "store")  # fmt: skip
+    assert bytes_of(store["emptyDir"]["sizeLimit"]) > 2 * 8e9 * 14 * 9 / 8
 
 
 # ---------------------------------------------------------------------- the end of a pod
