@@ -2,6 +2,7 @@
 pods of this machine, with the tiny job as the script (``support.pods``)."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,3 +159,15 @@ def test_wrong_usage_fails_the_job_at_once(tmp_path: Path) -> None:
     with Job(tmp_path, 1, flags={"--nnodes": "4:2"}) as job:
         job.wait_until(lambda: job.state.result, "the Job ends")
         assert (job.state.result, len(job.pods), job.pods[0].code) == ("Failed", 1, 2)
+
+
+def test_the_base_trains_as_it_is(tmp_path: Path) -> None:
+    """With its own script and configuration: a read-only root takes what frameworks write."""
+    with Cluster(tmp_path, built(BASE)) as job:
+        job.job["spec"] |= {"parallelism": 2, "completions": 2}
+        job.wait_until(lambda: re.search(r"event=started .*degrees=TP1·PP2·DP1", job.text()), "2")
+        job.job["spec"] |= {"parallelism": 1, "completions": 1}
+        removed = job.pod(1)
+        job.wait_until(lambda: re.search(r"event=resized .*degrees=TP1·PP1·DP1", job.text()), "1")
+        assert job.wait_for_end(removed) == 76, job.logs()
+        assert job.state.failed == 0

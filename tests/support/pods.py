@@ -91,7 +91,7 @@ class Cluster:
     Args:
         folder: For logs, volumes, and what the pods write.
         objects: The manifests.
-        script: The script and its arguments, in place of the manifest's.
+        script: The script and its arguments, in place of the manifest's; empty: those.
         files: Content of ConfigMaps in place of the manifests'.
         flags: Values of flags in place of the manifest's.
         grace_s: Grace period in place of the manifest's.
@@ -101,9 +101,9 @@ class Cluster:
         self,
         folder: Path,
         objects: Objects,
-        script: Sequence[str],
+        script: Sequence[str] = (),
         *,
-        files: Mapping[str, str],
+        files: Mapping[str, str] | None = None,
         flags: Mapping[str, str] | None = None,
         grace_s: float | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class Cluster:
         self.name = self.job["metadata"]["name"]
         self.spec = self.job["spec"]["template"]["spec"]
         (self.container,) = self.spec["containers"]
-        self._script, self._files, self._flags = script, files, flags or {}
+        self._script, self._files, self._flags = script, files or {}, flags or {}
         self.grace_s = grace_s or float(self.spec["terminationGracePeriodSeconds"])
         self.state = JobState(self.job)
         self.pods: list[Pod] = []
@@ -258,13 +258,13 @@ class Cluster:
     def _arguments(self, environment: Mapping[str, str]) -> list[str]:
         """The manifest's arguments, with the script and flags of the test."""
         given: list[str] = self.container["args"]
-        own = [word for word in given[: _script_at(given)]]
+        own = given[: _script_at(given)]
         for at, word in enumerate(own):
             flag = word.partition("=")[0]
             own[at] = f"{flag}={self._flags[flag]}" if flag in self._flags else word
         for name, value in environment.items():
             own = [word.replace(f"$({name})", value) for word in own]
-        return [*own, *self._script]
+        return [*own, *(self._script or given[_script_at(given) :])]
 
     def _environment(self, name: str, host: str, index: int) -> dict[str, str]:
         of_pod = {"metadata.name": name, "status.podIP": self._hosts.addresses[host]}
