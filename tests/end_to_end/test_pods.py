@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.fault,
     pytest.mark.campaign,
     pytest.mark.recipes,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(no_pods is not None, reason=str(no_pods)),
 ]
 ELASTIC = f"""

@@ -24,6 +24,8 @@ from support.job_controller import DISRUPTION, JobState, fate_of
 from support.manifests import BASE, FOLDER, GPU, TRAINER, built, bytes_of, flags_of, job_of, read
 
 ROOT = Path(__file__).parents[2]
+JOB_NAME = "batch.kubernetes.io/job-name"
+"""Label that the Job gives its pods."""
 RELEASES = ["1.31", "1.34", "1.37"]
 """Of Kubernetes: the first with all fields, and the newest."""
 
@@ -58,8 +60,8 @@ def test_the_manifests_are_valid_by_the_published_schemas(release: str) -> None:
     for each in (*objects, made | {"spec": node["spec"]}):
         kubernetes_validate.validate(each, release, strict=True)
     assert {each["kind"] for each in objects} == {
-        "ConfigMap", "Job", "PersistentVolumeClaim", "Role", "RoleBinding", "Service",
-        "ServiceAccount",
+        "ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim", "Role", "RoleBinding",
+        "Service", "ServiceAccount",
     }  # fmt: skip
 
 
@@ -118,8 +120,11 @@ def test_what_the_manifests_name_is_there(folder: Path) -> None:
     }  # fmt: skip
     assert all((kind, name) in objects for kind, listed in names.items() for name in listed)
     name = job["metadata"]["name"]
-    service = objects["Service", spec["subdomain"]]["spec"]
-    assert service["selector"] == {"batch.kubernetes.io/job-name": name}
+    service, pods = objects["Service", spec["subdomain"]]["spec"], {JOB_NAME: name}
+    assert service["selector"] == pods
+    network = objects["NetworkPolicy", name]["spec"]
+    assert network["podSelector"] == {"matchLabels": pods}
+    assert network["ingress"] == [{"from": [{"podSelector": {"matchLabels": pods}}]}]
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"]
     assert flags_of(container)["--coordinator"] == f"{name}-0.{spec['subdomain']}:29400"
     size = job["spec"]["parallelism"], job["spec"]["completions"]
