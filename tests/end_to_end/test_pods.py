@@ -140,7 +140,10 @@ def test_without_the_coordinators_pod_the_others_go_on_and_its_successor_joins(
         job.wait_for_world(2)
         assert job.pod(0).name != first.name and job.state.failed == 0
         steps = check_steps(job.lines())
-        assert steps == list(range(1, len(steps) + 1)), "no step is lost, nor made twice"
+        # The pod that died may have made this one without having written its line.
+        rescued = re.findall(r"event=rescued committed=\d+ step=(\d+)", job.text())
+        assert {*steps, *map(int, rescued)} == set(range(1, steps[-1] + 1)), "no step is lost"
+        assert len(steps) == len(set(steps)), "none is made twice"
 
 
 def test_pods_that_are_all_evicted_resume_from_the_durable_volume(tmp_path: Path) -> None:
