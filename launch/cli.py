@@ -5,6 +5,8 @@ start of ``scalai-run``.
 import argparse
 import importlib
 import importlib.metadata
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def scalai_run() -> None:
-    """Entry point of ``scalai-run``; also reports a missing torch."""
+    """Entry point of ``scalai-run``; also reports a missing torch.
+
+    SIGTERM ends the imports as a job that never began (``RESUMABLE``): without a handler a
+    container's process 1 would ignore it until the end of the grace period.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(os.EX_TEMPFAIL))
 
     def run() -> int:
         with without_collections():

@@ -215,7 +215,7 @@ def run_agent(spec: JobSpec) -> int:
     attend(thread, agent, heard, hears_notice="signal" in preemption.sources)
     if agent.started is not None and heard.count < 2:
         before = heard.count
-        stay(agent.started, lambda: heard.count > before)
+        stay(spec, agent.started, lambda: heard.count > before)
     return ended[0] if ended else 1
 
 

@@ -1,7 +1,8 @@
 """The agent that started a coordinator in its own container: stays until the job has ended, because
-its end would end the coordinator."""
+its end would end the coordinator; with a named register, until another host may take over."""
 
 import logging
+import math
 import os
 import subprocess
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.coordinator.registers import NO_LEASE
+from scalai.launch.coordinator.server import FAREWELL_S
 
 log = logging.getLogger(__name__)
 
@@ -52,28 +55,50 @@ def _program(pid: int) -> str:
 
 
 POLL_S = 0.1
-AHEAD = (
-    "event=container The coordinator runs in this container and ends with it. Drained first, this "
-    "agent stays, without workers, until the job has ended on the other hosts; where the container "
-    "is killed sooner (the scheduler's grace period is over), these hosts stop too, and keep their "
-    "newest generation. To drain hosts in any order start `scalai coordinator` in a container of "
-    "its own, before the agents."
+FOLLOWED_S = FAREWELL_S + 15.0
+"""Stay beside a coordinator that another host can follow, in seconds: longer than the coordinator
+of an ended job lives."""
+AHEAD = "event=container The coordinator runs in this container and ends with it. "
+FOLLOWED = (
+    "Then another host takes over, and the workers train on meanwhile; drained, this agent stays "
+    f"for {FOLLOWED_S:.0f} s."
+)
+ALONE = (
+    "Drained first, this agent stays, without workers, until the job has ended on the other hosts; "
+    "where the container is killed sooner (the scheduler's grace period is over), these hosts stop "
+    "too, and keep their newest generation. To drain hosts in any order name --coordinator-lease, "
+    "or start `scalai coordinator` in a container of its own, before the agents."
 )
 
 
 def say_ahead(spec: JobSpec) -> None:
     """This agent has just started a coordinator: warn of the consequences in a container."""
     if spec.max_hosts > 1 and all_end_with_this_process():
-        log.warning(AHEAD)
+        if _can_be_followed(spec):
+            log.info(AHEAD + FOLLOWED)
+        else:
+            log.warning(AHEAD + ALONE)
 
 
-def stay(coordinator: "subprocess.Popen[bytes]", must_end: Callable[[], bool]) -> None:
-    """Return after the coordinator's end, or at a signal; at once if it needs nobody."""
+def stay(
+    spec: JobSpec, coordinator: "subprocess.Popen[bytes]", must_end: Callable[[], bool]
+) -> None:
+    """Return after the coordinator's end, or at a signal; at once if it needs nobody. If another
+    host can take over, return soon: a container that is to go is replaced behind its end."""
     if coordinator.poll() is not None or not all_end_with_this_process():
         return
+    if _can_be_followed(spec):
+        until, ends = time.monotonic() + FOLLOWED_S, f"for at most {FOLLOWED_S:.0f} s"
+    else:
+        until, ends = math.inf, "until the job has ended"
     log.info(
         "event=stay This agent is done; it stays for the coordinator, which runs in its container, "
-        "until the job has ended. Another signal ends both, and with them the job."
-    )
-    while coordinator.poll() is None and not must_end():
+        "%s. Another signal ends both%s.", ends, "" if until < math.inf else ", and the job",
+    )  # fmt: skip
+    while coordinator.poll() is None and not must_end() and time.monotonic() < until:
         time.sleep(POLL_S)
+
+
+def _can_be_followed(spec: JobSpec) -> bool:
+    """Whether another host can have the next coordinator: a person has named a register of all."""
+    return spec.options.coordinator_lease not in (None, NO_LEASE)

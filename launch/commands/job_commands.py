@@ -52,6 +52,11 @@ def add_parser(commands: Any) -> None:
         "--wait", type=seconds, nargs="?", const=WAIT_S, metavar="S",
         help=f"return once the job trains so, at most after S seconds ({WAIT_S:g})",
     )  # fmt: skip
+    scale.add_argument(
+        "--kubernetes", metavar="JOB",
+        help="set the pods of this Indexed Job to --nnodes; for a pod whose service account may "
+        "get and patch it",
+    )  # fmt: skip
     _add_dry_run(scale, "the change")
     _add_json(scale)
     resume = _add_asking(
@@ -161,6 +166,8 @@ def _status(arguments: argparse.Namespace) -> int:
 def _scale(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None and arguments.nnodes is None and arguments.degrees is None:
         raise UsageError("say what to change: --nproc N, --nnodes N or --degrees 'tp2 pp1'.")
+    if arguments.kubernetes is not None:
+        return _scale_kubernetes(arguments)
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
@@ -169,6 +176,19 @@ def _scale(arguments: argparse.Namespace) -> int:
     if arguments.wait is None or arguments.dry_run:
         return 0
     return await_change(lambda: ask(arguments, calls.Status()), answer, arguments.wait)
+
+
+def _scale_kubernetes(arguments: argparse.Namespace) -> int:
+    from scalai.launch.commands.kubernetes_job import FLAG, scale_job
+
+    if arguments.nproc is not None or arguments.degrees is not None:
+        raise UsageError(
+            f"{FLAG} changes the number of pods alone: give it --nnodes N, and --nproc or "
+            "--degrees in another call."
+        )
+    change = scale_job(arguments.kubernetes, arguments.nnodes, is_dry=arguments.dry_run)
+    _print_answer({"reason": change}, arguments)
+    return 0
 
 
 def _print_answer(answer: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -274,9 +274,18 @@ def await_turn(
                 return found, (entry, None)
         if owned is None or owned is register:
             return None, (entry, entry if owned is not None else None)
-        durable = spec.durable_dir
+        durable, before = spec.durable_dir, entry
         assert durable is not None
-        return None, (entry, await_ownership(owned, durable))
+
+        def taken_over(owner: LeaseEntry) -> Place | None:
+            """The coordinator of another host that has taken over during this wait."""
+            with suppress(PeerError):
+                now = None if register is None else register.newest()
+                return None if now in (None, before) else _at(now, token)
+            return None
+
+        found, owner = await_ownership(owned, durable, found=taken_over)
+        return found, (entry, owner)
 
 
 def lease_holder(
@@ -292,13 +301,7 @@ def lease_holder(
         return durable is None or endpoint in (entry.named, join_endpoint(*entry.address))
 
     def call(entry: LeaseEntry) -> Place | None:
-        if token is None or not is_meant(entry):
-            return None
-        try:
-            Channel(entry.address, token.encode()).close()
-        except PeerError:
-            return None
-        return Place(entry.address, token.encode(), is_here=is_here(entry.host))
+        return _at(entry, token) if is_meant(entry) else None
 
     def refuse(entry: LeaseEntry, unchanged_s: float) -> None:
         is_late = time.monotonic() > deadline
@@ -311,6 +314,17 @@ def lease_holder(
             )
 
     return await_holder(register, call, refuse)
+
+
+def _at(entry: LeaseEntry | None, token: str | None) -> Place | None:
+    """The coordinator of a register's entry, if it answers with this secret."""
+    if entry is None or entry.is_over or token is None:
+        return None
+    try:
+        Channel(entry.address, token.encode()).close()
+    except PeerError:
+        return None
+    return Place(entry.address, token.encode(), is_here=is_here(entry.host))
 
 
 def start_coordinator(

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from scalai.core.errors import PeerError, RefusedError, UsageError
-from scalai.launch.coordinator.registers import ASK_S, LeaseEntry, Register
+from scalai.launch.coordinator.api_servers import ASK_S
+from scalai.launch.coordinator.registers import LeaseEntry, Register
 
 CLAIM_S = 60.0
 """Time without a renewal before a lease may be claimed, in seconds."""
@@ -101,9 +102,18 @@ def await_ownership(
     root: Path,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
-) -> LeaseEntry | None:
+    found: Callable[[LeaseEntry], Found | None] = lambda owner: None,
+) -> tuple[Found | None, LeaseEntry | None]:
     """Wait for the death of the run with the job's folder in the durable directory ``root``.
-    Returns the newest entry there.
+
+    Args:
+        register: The directory's register.
+        root: The durable directory.
+        clock, pause: As in ``await_holder``.
+        found: Looks whether this is the run of a coordinator found elsewhere meanwhile.
+
+    Returns:
+        That coordinator, and the newest entry in the directory; None: none.
 
     Raises:
         RefusedError: The run lives.
@@ -113,7 +123,7 @@ def await_ownership(
     def refuse(entry: LeaseEntry, unchanged_s: float) -> None:
         raise second_run(root, entry, unchanged_s)
 
-    return await_holder(register, lambda entry: None, refuse, clock, pause)[1]
+    return await_holder(register, found, refuse, clock, pause)
 
 
 def second_run(root: Path, entry: LeaseEntry, unchanged_s: float) -> RefusedError:

@@ -9,34 +9,26 @@ answer raises ``PeerError`` and proves nothing about the holder (``leases``).
 import base64
 import errno
 import hashlib
-import http.client
 import json
 import logging
 import os
 import re
 import secrets
 import socket
-import ssl
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from scalai.core.errors import PeerError, StoreError, UsageError
-from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.job_spec import JobSpec
+from scalai.launch.coordinator.api_servers import KubernetesApi, ask_json
 from scalai.store.lock import Owner
 from scalai.store.secure import DURABLE, Folder, open_below
 
-ASK_S = 4.0
-"""Time for a server to answer, in seconds."""
-ANSWER_BYTES = 1 << 20
 NO_LEASE = "none"
 """Value of the flag for a job without a register."""
 LEASE_FLAG = "--coordinator-lease"
@@ -48,8 +40,6 @@ OWNER = "owner-"
 NO_LINKS = errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS
 """Errors of a file system without hard links."""
 ANNOTATION = "scalai/entry"
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Service account of a pod: ``token``, ``namespace`` and the API server's ``ca.crt``."""
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +280,7 @@ class EtcdRegister:
         return f"{self._prefix}{term:012d}"
 
     def _ask(self, what: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        status, found = _ask(str(self), self._url, "POST", f"/v3/kv/{what}", content)
+        status, found = ask_json(str(self), self._url, "POST", f"/v3/kv/{what}", content)
         if status != 200:
             raise PeerError(f"{self} answers {status}: {found.get('message', found)}")
         return found
@@ -301,28 +291,17 @@ class KubernetesRegister:
     an update names the version that it replaces.
 
     Args:
-        url: The API server's address.
+        api: The API server.
         job: Name of the job.
-        account: Folder of the pod's service account. Its token and authority expire, and are read
-            anew each time.
     """
 
-    def __init__(self, url: str, job: str, account: Path = ACCOUNT) -> None:
-        self._url, self._account = url, account
-        try:
-            self._namespace = (account / "namespace").read_text().strip()
-            ssl.create_default_context(cafile=account / "ca.crt")
-        except OSError as error:  # also one of ssl
-            raise UsageError(
-                f"{LEASE_FLAG} kubernetes: needs a pod's service account, and {account} cannot be "
-                f"used: {error}. Is automountServiceAccountToken off?"
-            ) from error
-        self._name = _lease_name(job)
+    def __init__(self, api: KubernetesApi, job: str) -> None:
+        self._api, self._name = api, _lease_name(job)
         self._found: dict[str, Any] = {}
         """The Lease in the API server's last answer."""
 
     def __str__(self) -> str:
-        return f"Lease {self._namespace}/{self._name} at {self._url}"
+        return f"Lease {self._api.namespace}/{self._name} at {self._api.url}"
 
     def newest(self) -> LeaseEntry | None:
         status, found = self._ask("GET", self._name)
@@ -384,14 +363,7 @@ class KubernetesRegister:
     def _ask(
         self, method: str, name: str, content: Mapping[str, Any] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        try:
-            token = (self._account / "token").read_text().strip()
-            context = ssl.create_default_context(cafile=self._account / "ca.crt")
-        except OSError as error:  # also one of ssl
-            raise PeerError(f"the service account of {self} cannot be read: {error}") from error
-        path = f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases/{name}"
-        headers = {"Authorization": f"Bearer {token}"}
-        return _ask(str(self), self._url, method, path.rstrip("/"), content, headers, context)
+        return self._api.ask(str(self), method, "coordination.k8s.io/v1", "leases", name, content)
 
 
 def _lease_name(job: str) -> str:
@@ -411,57 +383,6 @@ def _entry_of(text: str | bytes, term: int, beat: int) -> LeaseEntry:
 
 def _coded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def _ask(
-    name: str,
-    url: str,
-    method: str,
-    path: str,
-    content: Mapping[str, Any] | None,
-    headers: Mapping[str, str] = MappingProxyType({}),
-    context: ssl.SSLContext | None = None,
-) -> tuple[int, dict[str, Any]]:
-    """Ask a JSON server. Returns the status and the answer; {} if that is no JSON.
-
-    Raises:
-        PeerError: There is no whole answer within ``ASK_S``, or one of over ``ANSWER_BYTES``.
-    """
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    connection = (
-        http.client.HTTPSConnection(parts.hostname, parts.port, timeout=ASK_S, context=context)
-        if parts.scheme == "https"
-        else http.client.HTTPConnection(parts.hostname, parts.port, timeout=ASK_S)
-    )
-
-    def cut() -> None:
-        with suppress(OSError, AttributeError):
-            connection.sock.shutdown(socket.SHUT_RDWR)
-
-    limit = threading.Timer(ASK_S, cut)  # a server may send a byte now and then
-    limit.daemon = True
-    limit.start()
-    try:
-        body = None if content is None else json.dumps(content)
-        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
-        answer = connection.getresponse()
-        text = answer.read(ANSWER_BYTES)
-        is_whole = not limit.finished.is_set() and not answer.read(1)
-    except (OSError, http.client.HTTPException) as error:
-        raise PeerError(f"{name} does not answer: {error or type(error).__name__}") from error
-    finally:
-        limit.cancel()
-        connection.close()
-    if not is_whole:
-        raise PeerError(f"{name} has not answered within {ASK_S:.0f} s and {ANSWER_BYTES} bytes.")
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if answer.status < 300 and not isinstance(found, dict):
-        raise PeerError(f"{name} answers {text[:80]!r}, which is torn.")
-    return answer.status, found if isinstance(found, dict) else {}
 
 
 def registers_of(spec: JobSpec) -> tuple[Register | None, Register | None]:
@@ -492,12 +413,7 @@ def open_register(lease: str, job: str) -> Register:
     if kind == "etcd" and re.match(r"https?://[^/]+/?$", place):
         return EtcdRegister(place, job)
     if lease == "kubernetes:":
-        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{word}") for word in ("HOST", "PORT"))
-        if host is None:
-            raise UsageError(
-                f"{LEASE_FLAG} kubernetes: is for pods, and KUBERNETES_SERVICE_HOST is not set."
-            )
-        return KubernetesRegister(f"https://{join_endpoint(host, int(port or 443))}", job)
+        return KubernetesRegister(KubernetesApi.of_pod(f"{LEASE_FLAG} {lease}"), job)
     raise UsageError(
         f"{LEASE_FLAG} {lease!r} is neither file:/FOLDER, which all hosts reach, nor "
         "etcd:http://HOST:PORT, nor kubernetes:, nor none."

@@ -17,7 +17,7 @@ from scalai.core.job.remembered import TakingOver, Underway
 from scalai.core.messages import actions, commands
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator import discovery, leases, process, registers
+from scalai.launch.coordinator import api_servers, discovery, leases, process
 from scalai.launch.coordinator.leases import (
     CLAIM_S,
     HELD_S,
@@ -144,7 +144,7 @@ def test_a_watcher_measures_the_time_since_a_renewal_by_its_own_clock(
 def test_a_holder_whose_register_hangs_knows_it_before_anybody_may_claim(
     kept: Kept, clock: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registers, "ASK_S", 1.0)
+    monkeypatch.setattr(api_servers, "ASK_S", 1.0)
     lease = Lease(kept.open(), entry(), clock=clock)
     kept.stop()
     clock.now = HELD_S + 1.0
@@ -263,7 +263,7 @@ def test_a_second_living_run_is_refused_by_name(tmp_path: Path, clock: Time) -> 
     with pytest.raises(RefusedError, match=f"{named}.*it lives .* s ago"):
         await_ownership(owned(tmp_path), tmp_path, clock, lambda seconds: first.keep())
     first.end(is_over=True)
-    found = await_ownership(owned(tmp_path), tmp_path)
+    _, found = await_ownership(owned(tmp_path), tmp_path)
     assert found is not None and found.term == 4, "it has left"
 
 
@@ -280,7 +280,7 @@ def test_a_run_that_died_is_followed_at_once_on_its_machine_and_later_elsewhere(
 
     for term, owner in ((2, died), (3, replace(died, boot="another"))):
         assert owned(tmp_path).claim(replace(entry(term), process=json.dumps(asdict(owner))))
-        found = await_ownership(owned(tmp_path), tmp_path, clock, pause)
+        _, found = await_ownership(owned(tmp_path), tmp_path, clock, pause)
         assert found is not None and found.term == term
         assert (clock.now > CLAIM_S) == (owner is not died)
 
@@ -497,6 +497,27 @@ def test_a_host_that_names_another_coordinator_is_a_second_run(
         first.end(is_over=True)
 
 
+@pytest.mark.fault
+def test_who_is_overtaken_during_the_wait_for_the_durable_directory_joins_the_faster_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the pod that replaces the lost coordinator's: the folder is of the job's own run."""
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    flags = f"--coordinator-lease file:{tmp_path / 'lease'} --durable-dir {tmp_path / 'disk'}"
+    spec = spec_of(tmp_path, *AT, *flags.split())
+    with closing(Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)) as server:
+        faster = replace(entry(2), port=int(server.address[1]))
+        held = [Lease(open_register(f"file:{tmp_path / 'lease'}", spec.job), faster),
+                Lease(owned(tmp_path / "disk"), faster, lambda: "ab12")]  # fmt: skip
+        for lease in held:
+            lease.start()
+        monkeypatch.setattr(discovery, "lease_holder", lambda *asked: (None, entry(1)))
+        place, _ = discovery.await_turn(spec, AT[1], TOKEN.decode())
+        assert place is not None and place.address == faster.address
+        for lease in held:
+            lease.end(is_over=True)
+
+
 def test_where_another_machine_can_have_the_next_one_nothing_is_to_be_kept_up(
     line: Line, tmp_path: Path
 ) -> None:
@@ -543,7 +564,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def in_pod(api: Api, job: str = "j") -> KubernetesRegister:
-    return KubernetesRegister(api.url, job, api.account)
+    return KubernetesRegister(api.seen_by_a_pod(), job)
 
 
 def test_a_token_that_has_ended_is_read_anew_from_its_file(api: Api) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from scalai.core.messages.actions import RESUMABLE
 from scalai.launch import logs, run
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
@@ -24,6 +25,7 @@ from scalai.launch.host_signals import HeardSignals
 from scalai.launch.logs import PatientHandler, PresentStderr, say
 from scalai.launch.program import exit_code_of
 from scalai.launch.slow_files import PatientWriter, said
+from support.agents import SCALAI_RUN
 from support.driver_script import install_into
 from support.waiting import wait_until
 
@@ -39,6 +41,20 @@ def python(script: str, **how: Any) -> "subprocess.CompletedProcess[str]":
 
 
 # ------------------------------------------------------------------ signals
+
+
+def test_a_signal_during_the_imports_ends_a_job_that_never_began(tmp_path: Path) -> None:
+    """Process 1 of a container has no other end than its handlers."""
+    (tmp_path / "torch.py").write_text(
+        "import pathlib, support.waiting\n"
+        f"pathlib.Path({str(tmp_path / 'imports')!r}).touch()\n"
+        "support.waiting.stay()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    with subprocess.Popen([SCALAI_RUN, "x.py"], env={**os.environ, "PYTHONPATH": path}) as process:
+        wait_until((tmp_path / "imports").exists, "it imports torch")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == RESUMABLE
 
 
 @contextmanager

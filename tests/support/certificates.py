@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 YEARS = datetime.timedelta(days=3650)
-LOOPBACK = x509.IPAddress(ip_address("127.0.0.1"))
+LOOPBACK = "127.0.0.1"
 
 
 class Authority:
@@ -31,7 +31,7 @@ class Authority:
         self.path = folder / f"{name}.pem"
         self.path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
-    def files(self, host: str) -> tuple[Path, Path]:
+    def files(self, host: str, address: str = LOOPBACK) -> tuple[Path, Path]:
         """Write, and return, a host's certificate and key."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
@@ -40,7 +40,9 @@ class Authority:
             .subject_name(x509.Name([_common_name(host)])).issuer_name(self._name)
             .public_key(key.public_key()).serial_number(x509.random_serial_number())
             .not_valid_before(now - YEARS).not_valid_after(now + YEARS)
-            .add_extension(x509.SubjectAlternativeName([LOOPBACK]), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))]), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )  # fmt: skip
         certificate, private = self._folder / f"{host}.crt", self._folder / f"{host}.key"

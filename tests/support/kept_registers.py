@@ -112,7 +112,7 @@ def _kubernetes(place: Path) -> Iterator[Kept]:
                 api.keep(name, api.leases[name])
 
         yield Kept(
-            lambda: KubernetesRegister(api.url, "j", api.account),
+            lambda: KubernetesRegister(api.seen_by_a_pod(), "j"),
             api.may_answer.clear, api.may_answer.set, tear,
         )  # fmt: skip
 

@@ -1,8 +1,10 @@
-"""A small API server of Kubernetes over TLS, for tests: Leases of one namespace, with versions,
-conflicts and tokens that end; and the service account of a pod that asks it."""
+"""A small API server of Kubernetes over TLS, for tests: Leases of one namespace, with versions and
+conflicts, and Jobs of changing size; tokens that end; and the service account of a pod that asks
+it."""
 
 import json
 import re
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -12,10 +14,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from scalai.launch.coordinator.api_servers import MERGE_PATCH, KubernetesApi
 from support.certificates import Authority
 
 NAMESPACE = "train"
 LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
+JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/"
+DRY = "?dryRun=All"
 MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -27,6 +32,7 @@ class Api:
     account: Path
     url: str = ""
     leases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = 0
     token: str = "token-1"
     status: int | None = None
@@ -40,6 +46,9 @@ class Api:
         self.token += "'"
         (self.account / "token").write_text(self.token)
 
+    def seen_by_a_pod(self) -> KubernetesApi:
+        return KubernetesApi(self.url, self.account, "--kubernetes")
+
     def keep(self, name: str, lease: dict[str, Any]) -> dict[str, Any]:
         """Keep a Lease as its newest version."""
         self.version += 1
@@ -50,6 +59,8 @@ class Api:
 
     def answer(self, method: str, path: str, lease: dict[str, Any] | None) -> tuple[int, Any]:
         """Return status and content, as the API server does."""
+        if path.startswith(JOBS):
+            return self._answer_about_job(method, path.removeprefix(JOBS), lease)
         name = path.removeprefix(LEASES).removeprefix("/")
         if not path.startswith(LEASES):
             return 404, _status(404, "NotFound")
@@ -71,6 +82,30 @@ class Api:
                 return 409, _status(409, "the object has been modified")
             return 200, self.keep(name, lease)
         return (200, self.leases[name]) if method == "GET" else (405, _status(405, method))
+
+    def _answer_about_job(
+        self, method: str, name: str, change: dict[str, Any] | None
+    ) -> tuple[int, Any]:
+        """A Job is read, or the size of an Indexed one changes: of both fields together."""
+        name, is_dry = name.removesuffix(DRY), name.endswith(DRY)
+        if name not in self.jobs:
+            return 404, _status(404, f'jobs.batch "{name}" not found')
+        job = self.jobs[name]
+        if method == "GET":
+            return 200, job
+        if method != "PATCH" or change is None or change.keys() != {"spec"}:
+            return 405, _status(405, method)
+        spec = job["spec"] | change["spec"]
+        changed = {key for key in spec if spec[key] != job["spec"].get(key)}
+        if changed - {"parallelism", "completions"}:
+            return 422, _status(422, "field is immutable")
+        is_alike = spec["completions"] == spec["parallelism"]
+        if "completions" in changed and not (is_alike and spec["completionMode"] == "Indexed"):
+            return 422, _status(422, "spec.completions: field is immutable")
+        if is_dry:
+            return 200, job | {"spec": spec}
+        job["spec"] = spec
+        return 200, job
 
 
 def _problem(lease: dict[str, Any]) -> str:
@@ -94,8 +129,8 @@ def _status(code: int, message: str) -> dict[str, Any]:
 
 
 @contextmanager
-def kubernetes_api(folder: Path) -> Iterator[Api]:
-    """Give a server that ends with the context."""
+def kubernetes_api(folder: Path, listener: socket.socket | None = None) -> Iterator[Api]:
+    """Give a server that ends with the context. ``listener``: where it is asked."""
     account, mutex = folder / "account", threading.Lock()
     account.mkdir(parents=True)
     authority = Authority(folder)
@@ -118,14 +153,18 @@ def kubernetes_api(folder: Path) -> Iterator[Api]:
                     status, found = 401, _status(401, "Unauthorized")
                 else:
                     lease = json.loads(text) if text else None
-                    status, found = api.answer(self.command, self.path, lease)
+                    is_patch = self.headers.get("Content-Type") == MERGE_PATCH
+                    if is_patch != (self.command == "PATCH"):
+                        status, found = 415, _status(415, "the type of the content")
+                    else:
+                        status, found = api.answer(self.command, self.path, lease)
             content = json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 
-        do_POST = do_PUT = do_GET
+        do_POST = do_PUT = do_PATCH = do_GET
 
         def log_message(self, format: str, *arguments: object) -> None: ...
 
@@ -135,11 +174,14 @@ def kubernetes_api(folder: Path) -> Iterator[Api]:
         def handle_error(self, request: object, client_address: object) -> None:
             """Clients go when they have waited for long enough."""
 
+    listener = listener or socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority.files("api"))
-    with Quiet(("127.0.0.1", 0), Handler) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        api.url = f"https://127.0.0.1:{server.server_address[1]}"
+    context.load_cert_chain(*authority.files("api", address))
+    with Quiet((address, port), Handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = context.wrap_socket(listener, server_side=True)
+        api.url = f"https://{address}:{port}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
