@@ -38,7 +38,11 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE
 
 job=(--coordinator slurm --job "$SLURM_JOB_NAME")
 run=(--nnodes "1:$MOST_NODES" --nproc-per-node "$WORKERS" "${job[@]}" --durable-dir "$DURABLE"
-  --drain-timeout "$DRAIN_S" --preemption signal,slurm "${FLAGS[@]}" "${TRAIN[@]}")
+  --drain-timeout "$DRAIN_S" --drained-exit-code 76 --preemption signal,slurm "${FLAGS[@]}"
+  "${TRAIN[@]}")
+# In an array, its own task alone.
+id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+export id=${id:-$SLURM_JOB_ID} FIRST=$SLURMD_NODENAME
 
 # The coordinator has a step of its own: the end of an agent's step ends all of its processes.
 srun --overlap --no-kill --wait=0 --nodes=1 --ntasks=1 --relative=0 --cpus-per-task=1 --gpus-per-node=0 \
@@ -48,16 +52,26 @@ until scalai status "${job[@]}" &>/dev/null; do
   if ! kill -0 $coordinator 2>/dev/null || ((SECONDS > START_S)); then
     echo "no coordinator on the first node of $SLURM_JOB_NODELIST after $SECONDS s" >&2
     scalai status "${job[@]}" >&2
-    scancel "$SLURM_JOB_ID"
+    scancel "$id"
     exit 1
   fi
   sleep 1
 done
 
 # For --signal=B:USR1@..., which reaches this shell only.
-trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'scancel --signal=USR1 "$id"' USR1
+# This shell and srun are on the first node. If it is lost the others go on, and tell Slurm of the
+# end themselves: it would keep their nodes until the time is over. (`*`: it does not respond.)
+# shellcheck disable=SC2016
+host='scalai-run "$@"; code=$?
+case $(sinfo --noheader --nodes="$FIRST" --format=%T) in
+*\** | down*)
+  if [ $code -eq 75 ]; then scontrol requeue "$id"; elif [ $code -ne 76 ]; then scancel "$id"; fi ;;
+esac
+exit $code'
 # --wait=0: the end of a drained host does not end the others, nor does that of a failed one.
-srun --no-kill --wait=0 --kill-on-bad-exit=0 --ntasks-per-node=1 scalai-run "${run[@]}" &
+srun --no-kill --wait=0 --kill-on-bad-exit=0 --ntasks-per-node=1 \
+  bash -c "$host" scalai-run "${run[@]}" &
 agents=$!
 wait $agents
 code=$?
@@ -68,8 +82,7 @@ done
 
 # 75: stopped, with its state saved. It leaves with 0, so that RequeueExit=75 of this cluster does
 # not act a second time; where it may not be requeued, RequeueExit decides.
-id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-if [ $code -eq 75 ] && scontrol requeue "${id:-$SLURM_JOB_ID}"; then
+if [ $code -eq 75 ] && scontrol requeue "$id"; then
   exit 0
 fi
 exit $code

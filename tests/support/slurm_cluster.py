@@ -16,7 +16,7 @@ from support.network_namespaces import NetworkHosts
 
 CONTROLLER = "ctl"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-DEADLINE_S = 30.0
+DEADLINE_S = 150.0
 DOWN_S = 10
 """``SlurmdTimeout``: seconds until a dead node is DOWN."""
 
