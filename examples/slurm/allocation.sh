@@ -58,27 +58,35 @@ until scalai status "${job[@]}" &>/dev/null; do
   sleep 1
 done
 
+await() { # takes the exit code of process $1; a trapped signal ends a `wait`
+  signalled=yes
+  while [ "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+}
+
 # For --signal=B:USR1@..., which reaches this shell only.
-trap 'scancel --signal=USR1 "$id"' USR1
+trap 'signalled=yes; scancel --signal=USR1 "$id"' USR1
 # This shell and srun are on the first node. If it is lost the others go on, and tell Slurm of the
 # end themselves: it would keep their nodes until the time is over. (`*`: it does not respond.)
+# Some clusters signal a task's first process alone, others all: USR1 counts once in both.
 # shellcheck disable=SC2016
-host='scalai-run "$@"; code=$?
+host=$(declare -f await)'
+trap "signalled=yes; kill -USR1 \$!" USR1 TERM HUP
+scalai-run "$@" &
+await $!
 case $(sinfo --noheader --nodes="$FIRST" --format=%T) in
 *\** | down*)
   if [ $code -eq 75 ]; then scontrol requeue "$id"; elif [ $code -ne 76 ]; then scancel "$id"; fi ;;
 esac
+if [ $code -eq 76 ]; then exit 0; fi # drained; srun returns the highest code of all
 exit $code'
 # --wait=0: the end of a drained host does not end the others, nor does that of a failed one.
 srun --no-kill --wait=0 --kill-on-bad-exit=0 --ntasks-per-node=1 \
   bash -c "$host" scalai-run "${run[@]}" &
-agents=$!
-wait $agents
-code=$?
-while kill -0 $agents 2>/dev/null; do # the trap ends a `wait`
-  wait $agents
-  code=$?
-done
+await $!
 
 # 75: stopped, with its state saved. It leaves with 0, so that RequeueExit=75 of this cluster does
 # not act a second time; where it may not be requeued, RequeueExit decides.

@@ -47,12 +47,12 @@ srun scalai-run --nnodes "$FEWEST_HOSTS:$MOST_HOSTS" --nproc-per-node "$WORKERS"
   --coordinator slurm --coordinator-lease "file:$LEASE" --job "$SLURM_JOB_NAME" \
   --durable-dir "$DURABLE" --drain-timeout "$DRAIN_S" --drained-exit-code 76 \
   --preemption signal,slurm "${FLAGS[@]}" "${TRAIN[@]}" &
-agent=$!
-trap 'scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' USR1 # of B:USR1@...
-wait $agent
-code=$?
-while kill -0 $agent 2>/dev/null; do # the trap ends a `wait`
-  wait $agent
+# For --signal=B:USR1@..., which reaches this shell only; a trapped signal ends a `wait`.
+trap 'signalled=yes; scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' USR1
+signalled=yes
+while [ "$signalled" ]; do
+  signalled=
+  wait $!
   code=$?
 done
 
@@ -60,12 +60,13 @@ others() {
   squeue --noheader --jobs="$SLURM_ARRAY_JOB_ID" --states=RUNNING --format=%K |
     grep -cvx "$SLURM_ARRAY_TASK_ID"
 }
+over=
 case $code in
 75) exit 0 ;; # all hosts have left and the state is saved: the next tasks go on
 76) exit 0 ;; # this host has left, others go on
 0 | 2 | 3) over=yes ;; # done; refused, as the next task would be
 1) [ "$(others)" -gt 0 ] || over=yes ;; # the job has failed, unless other hosts go on
-*) over= ;; # this host has failed
+*) ;; # this host has failed: the next task takes its place
 esac
 if [ "$over" ]; then
   scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"

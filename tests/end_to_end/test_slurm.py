@@ -101,6 +101,12 @@ class Submitted(SlurmCluster):
         (self.work / "enough").touch()
         self.wait_until(lambda: not self.queue(), "the queue is empty")
 
+    def end_soon(self, job: str) -> None:
+        """Leave a job or task that runs one to two minutes of time."""
+        hours, minutes, _ = self.field("job", job, "RunTime").split(":")
+        limit = 60 * int(hours) + int(minutes) + 2
+        self.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+
     def begin_now(self, job: str) -> None:
         """Do not wait for the two minutes after which Slurm begins a job again."""
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
@@ -167,8 +173,9 @@ def test_an_allocation_is_saved_before_its_time_is_over_and_begins_again_once(
     saved too."""
     more = ["RequeueExit=70-75"]
     with submitted(tmp_path, flags="--preemption signal", more=more) as cluster:
-        job = cluster.start(ALLOCATION, "--nodes=2", "--time=3", "--signal=USR1@90")
+        job = cluster.start(ALLOCATION, "--nodes=2", "--time=30", "--signal=USR1@60")
         cluster.wait_for_world(2)
+        cluster.end_soon(job)
         cluster.wait_for_saves(1)
         cluster.wait_until(lambda: cluster.job_state(job) == "PENDING", "it is in the queue")
         before = len(cluster.lines())
@@ -220,17 +227,21 @@ def test_an_array_grows_and_shrinks_and_the_next_task_takes_a_lost_ones_place(
 def test_the_next_task_of_an_array_goes_on_where_the_time_of_the_last_one_was_over(
     tmp_path: Path,
 ) -> None:
-    """By the notice of ``--preemption slurm``, before any signal."""
-    with submitted(tmp_path, drain_s=90) as cluster:
-        array = cluster.start(ARRAY, "--array=0-2%1", "--time=2", "--signal=USR1@1")
-        chained = cluster.start(ARRAY, "--array=0-1%1", "--time=2", "--signal=USR1@1")
+    """By the notice of ``--preemption slurm``, before any signal. Cancelled, it goes on in the
+    next array of its name."""
+    with submitted(tmp_path, drain_s=110) as cluster:
+        array = cluster.start(ARRAY, "--array=0-2%1", "--time=30", "--signal=USR1@1")
+        chained = cluster.start(ARRAY, "--array=0-1%1", "--time=30", "--signal=USR1@1")
         cluster.wait_for_world(1)
+        cluster.end_soon(f"{array}_0")
         cluster.wait_for_saves(1)
         assert f"source='slurm end of job {array}_0'" in cluster.text()
-        before = len(cluster.lines())
-        cluster.wait_until(lambda: len(cluster.lines()) > before, "the next task goes on")
+        cluster.wait_for_progress({f"{array}_1": "RUNNING"})
         waiting = {id for id, state in cluster.queue().items() if state == "PENDING"}
         assert waiting == {f"{array}_2", f"{chained}_0", f"{chained}_1"}
+        cluster.run("scancel", array)
+        cluster.wait_for_saves(2)
+        cluster.wait_for_progress({f"{chained}_0": "RUNNING"})
         cluster.let_end()
         steps = check_steps(cluster.lines())
         assert steps == list(range(1, len(steps) + 1)), "no step was lost or made twice"
