@@ -41,8 +41,8 @@ run=(--nnodes "1:$MOST_NODES" --nproc-per-node "$WORKERS" "${job[@]}" --durable-
   --drain-timeout "$DRAIN_S" --drained-exit-code 76 --preemption signal,slurm "${FLAGS[@]}"
   "${TRAIN[@]}")
 # In an array, its own task alone.
-id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-export id=${id:-$SLURM_JOB_ID} FIRST=$SLURMD_NODENAME
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+export JOB=${JOB:-$SLURM_JOB_ID} FIRST=$SLURMD_NODENAME
 
 # The coordinator has a step of its own: the end of an agent's step ends all of its processes.
 srun --overlap --no-kill --wait=0 --nodes=1 --ntasks=1 --relative=0 --cpus-per-task=1 --gpus-per-node=0 \
@@ -52,45 +52,46 @@ until scalai status "${job[@]}" &>/dev/null; do
   if ! kill -0 $coordinator 2>/dev/null || ((SECONDS > START_S)); then
     echo "no coordinator on the first node of $SLURM_JOB_NODELIST after $SECONDS s" >&2
     scalai status "${job[@]}" >&2
-    scancel "$id"
+    scancel "$JOB"
     exit 1
   fi
   sleep 1
 done
 
-await() { # takes the exit code of process $1; a trapped signal ends a `wait`
-  signalled=yes
-  while [ "$signalled" ]; do
-    signalled=
-    wait "$1"
-    code=$?
-  done
-}
-
-# For --signal=B:USR1@..., which reaches this shell only.
-trap 'signalled=yes; scancel --signal=USR1 "$id"' USR1
 # This shell and srun are on the first node. If it is lost the others go on, and tell Slurm of the
 # end themselves: it would keep their nodes until the time is over. (`*`: it does not respond.)
 # Some clusters signal a task's first process alone, others all: USR1 counts once in both.
-# shellcheck disable=SC2016
-host=$(declare -f await)'
-trap "signalled=yes; kill -USR1 \$!" USR1 TERM HUP
-scalai-run "$@" &
-await $!
-case $(sinfo --noheader --nodes="$FIRST" --format=%T) in
-*\** | down*)
-  if [ $code -eq 75 ]; then scontrol requeue "$id"; elif [ $code -ne 76 ]; then scancel "$id"; fi ;;
-esac
-if [ $code -eq 76 ]; then exit 0; fi # drained; srun returns the highest code of all
-exit $code'
+host='
+import os, signal, subprocess, sys
+
+agent = subprocess.Popen(["scalai-run", *sys.argv[1:]])
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda *_: agent.send_signal(signal.SIGUSR1))
+code, job = agent.wait(), os.environ["JOB"]
+if code == 76:  # drained; srun returns the highest code of all
+    sys.exit(0)
+asked = ["sinfo", "--noheader", "--nodes=" + os.environ["FIRST"], "--format=%T"]
+state = subprocess.run(asked, capture_output=True, text=True).stdout
+if "*" in state or "down" in state:
+    subprocess.run(["scontrol", "requeue", job] if code == 75 else ["scancel", job])
+sys.exit(code if code >= 0 else 128 - code)
+'
 # --wait=0: the end of a drained host does not end the others, nor does that of a failed one.
-srun --no-kill --wait=0 --kill-on-bad-exit=0 --ntasks-per-node=1 \
-  bash -c "$host" scalai-run "${run[@]}" &
-await $!
+# A log of each host, as this one ends with the first node.
+srun --no-kill --wait=0 --kill-on-bad-exit=0 --ntasks-per-node=1 --open-mode=append \
+  --output="$SLURM_JOB_NAME-$JOB-%N.log" python3 -c "$host" "${run[@]}" &
+# For --signal=B:USR1@..., which reaches this shell only; a trapped signal ends a `wait`.
+trap 'trap "" USR1; signalled=yes; scancel --signal=USR1 "$JOB"' USR1
+signalled=yes
+while [ "$signalled" ]; do
+  signalled=
+  wait $!
+  code=$?
+done
 
 # 75: stopped, with its state saved. It leaves with 0, so that RequeueExit=75 of this cluster does
 # not act a second time; where it may not be requeued, RequeueExit decides.
-if [ $code -eq 75 ] && scontrol requeue "$id"; then
+if [ $code -eq 75 ] && scontrol requeue "$JOB"; then
   exit 0
 fi
 exit $code

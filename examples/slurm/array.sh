@@ -24,8 +24,8 @@
 DURABLE=${DURABLE:-/shared/scalai}
 # Workers of a host; fewest and most hosts.
 WORKERS=${WORKERS:-8} FEWEST_HOSTS=${FEWEST_HOSTS:-1} MOST_HOSTS=${MOST_HOSTS:-8}
-# Seconds for a host to leave.
-DRAIN_S=${DRAIN_S:-200}
+# Seconds for a host to leave; seconds that a failed one keeps its place.
+DRAIN_S=${DRAIN_S:-200} RETRY_S=${RETRY_S:-60}
 # More flags of scalai-run, such as --replicas 2 or --health-check CMD.
 read -ra FLAGS <<<"${FLAGS:-}"
 # The script with its flags.
@@ -48,7 +48,7 @@ srun scalai-run --nnodes "$FEWEST_HOSTS:$MOST_HOSTS" --nproc-per-node "$WORKERS"
   --durable-dir "$DURABLE" --drain-timeout "$DRAIN_S" --drained-exit-code 76 \
   --preemption signal,slurm "${FLAGS[@]}" "${TRAIN[@]}" &
 # For --signal=B:USR1@..., which reaches this shell only; a trapped signal ends a `wait`.
-trap 'signalled=yes; scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' USR1
+trap 'trap "" USR1; signalled=yes; scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' USR1
 signalled=yes
 while [ "$signalled" ]; do
   signalled=
@@ -65,10 +65,12 @@ case $code in
 75) exit 0 ;; # all hosts have left and the state is saved: the next tasks go on
 76) exit 0 ;; # this host has left, others go on
 0 | 2 | 3) over=yes ;; # done; refused, as the next task would be
-1) [ "$(others)" -gt 0 ] || over=yes ;; # the job has failed, unless other hosts go on
-*) ;; # this host has failed: the next task takes its place
+1) [ "$(others)" -gt 0 ] || over=yes ;; # it has failed; with other hosts, perhaps this one alone
 esac
 if [ "$over" ]; then
   scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+elif [ $code -ne 0 ]; then
+  echo "$SLURMD_NODENAME has failed; the next task takes its place in $RETRY_S s" >&2
+  sleep "$RETRY_S" # else the tasks behind this one would fail here, one after the other
 fi
 exit $code
