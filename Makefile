@@ -12,7 +12,7 @@ export DS_BUILD_OPS := 0
 # What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 
-.PHONY: demo test campaign chaos faults coverage check bench gpu gpu-wheels clean
+.PHONY: demo test campaign recipes chaos faults coverage check bench gpu gpu-wheels clean
 
 demo: $(VENV)/ready
 	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
@@ -27,6 +27,11 @@ test: check
 campaign: JOBS = 2
 campaign: $(VENV)/ready
 	$(if $(ALL),TURN=all) $(PYTEST) -m campaign
+
+# The examples' scripts for schedulers, on real ones; those that are not installed are named at the end.
+recipes: JOBS = 2
+recipes: $(VENV)/ready
+	$(PYTEST) -m recipes -rs
 
 # Faults of every kind against a tiny job, beside a run that nobody interrupts; its last line is JSON.
 chaos: $(VENV)/ready

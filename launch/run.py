@@ -25,12 +25,13 @@ from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.host_checks import DeviceProbe, driver_device
 from scalai.launch.agent.network import address_towards, interface_environment
-from scalai.launch.agent.notices import watch
+from scalai.launch.agent.notices import questions_of, watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.agent.worker_group import THREADS, THREADS_BY_DEFAULT
 from scalai.launch.command_runner import NoAnswerError
 from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.config import slurm
 from scalai.launch.config.constants import constant
 from scalai.launch.config.endpoint import take_token
 from scalai.launch.config.flags import build_parser, parse_options, with_own_name
@@ -154,11 +155,15 @@ def run_agent(spec: JobSpec) -> int:
     """
     options = spec.options
     _check_script(spec)
-    host = check_host(options.host_id or socket.gethostname())
+    host = check_host(options.host_id or slurm.host_name() or socket.gethostname())
     configure(host, options.log_format, options.log_level)
     spec = with_device(spec)
     self_check()
     slots = worker_count(options.nproc_per_node)
+    preemption = spec.config.preemption
+    questions = questions_of(
+        preemption.parsed(), constant("preemption.interval_s"), spec.config.resize.drain_timeout_s
+    )
     if slots > 1:
         if THREADS not in os.environ:
             os.environ.update({THREADS: "1", THREADS_BY_DEFAULT: "1"})  # as torchrun
@@ -194,12 +199,7 @@ def run_agent(spec: JobSpec) -> int:
     heard = host_signals.HeardSignals()
     heard.listen()
     _start_probe(spec, agent, slots)
-    preemption = spec.config.preemption
-    watch(
-        preemption.parsed(), agent.noticed, agent.notice_withdrawn,
-        constant("preemption.interval_s"),
-        spec.config.resize.drain_timeout_s,
-    )  # fmt: skip
+    watch(questions, agent.noticed, agent.notice_withdrawn)
     ended: list[int] = []
 
     # torch's process contexts set signal handlers if started from the main thread; ours stay this

@@ -2,7 +2,8 @@
 hanging one delays neither others nor the agent.
 
 Sources: AWS, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations",
-with IMDSv2; Google Cloud, "Preemption process" (``instance/preempted``); Azure, "Scheduled Events".
+with IMDSv2; Google Cloud, "Preemption process" (``instance/preempted``); Azure, "Scheduled Events";
+Slurm, scontrol(1) "show node" and squeue(1) ``%L``.
 """
 
 import io
@@ -10,6 +11,8 @@ import json
 import logging
 import math
 import os
+import random
+import re
 import socket
 import stat
 import threading
@@ -22,7 +25,9 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
-from scalai.core.errors import PeerError, ScalaiError, StoreError
+from scalai.core.errors import PeerError, ScalaiError, StoreError, UsageError
+from scalai.launch.command_runner import CommandRunner, NoAnswerError
+from scalai.launch.config import slurm
 from scalai.launch.config.elastic_config import NoticeSource
 
 log = logging.getLogger(__name__)
@@ -357,11 +362,84 @@ def _left_s(text: object, answer: Answer, read: Callable[[str], datetime]) -> fl
     return max(LEAST_S, at - (time.time() if answer.at is None else answer.at))
 
 
-Question = FileNotice | AwsNotice | GcpNotice | AzureNotice
+class SlurmNotice:
+    """An admin's drain of this node, without a deadline, and the end of this job's time.
+
+    Args:
+        near_s: Seconds before the end of its time from which on the end is a notice.
+        environment: Slurm's variables.
+        commands: Runs ``scontrol`` and ``squeue``.
+
+    Raises:
+        UsageError: This is no job of Slurm.
+    """
+
+    def __init__(
+        self,
+        near_s: float,
+        environment: Mapping[str, str] = os.environ,
+        commands: CommandRunner | None = None,
+    ) -> None:
+        node, job = environment.get("SLURMD_NODENAME"), slurm.job_name(environment)
+        if not node or not job:
+            raise UsageError(
+                "--preemption slurm: SLURMD_NODENAME and SLURM_JOB_ID are not set, as Slurm sets "
+                "them for a task. Start the agent by srun or sbatch, or leave this source out."
+            )
+        self._node, self._job, self._near_s = node, job, near_s
+        self._commands = commands or CommandRunner(SLURM_S)
+
+    def read(self) -> Notices:
+        """Return the present notices. Raises ``PeerError``."""
+        found: dict[str, float | None] = {}
+        state = self._said(_NODE_STATE, "scontrol", "--oneliner", "show", "node", self._node)
+        if _LEAVING & set(re.split(r"[^A-Z_]+", state)):
+            found[f"slurm drain of {self._node}"] = None
+        left = self._said(_TIME_LEFT, "squeue", "--noheader", "--jobs", self._job, "--format=%L")
+        left_s = _span_s(left)
+        if left_s is not None and left_s <= self._near_s:
+            found[f"slurm end of job {self._job}"] = max(LEAST_S, left_s)
+        return found
+
+    def _said(self, wanted: "re.Pattern[str]", *command: str) -> str:
+        """Return what a command says about ``wanted``."""
+        try:
+            code, output = self._commands.run(command)
+        except NoAnswerError as error:
+            raise PeerError(str(error)) from error
+        answer = wanted.search(output)
+        if code or answer is None:
+            raise PeerError(f"{' '.join(command)}: exit code {code}, {output.strip()[-200:]!r}.")
+        return answer[1]
 
 
-def question_of(source: NoticeSource, default_s: float) -> Question:
-    """Return the question for a source; signals have none."""
+SLURM_S = 20.0
+"""Seconds for a command of Slurm, which waits for its controller for 10 s by default."""
+SLURM_RARER = 30
+"""Slurm's one controller answers all hosts: it is asked so many times more rarely than a server of
+the host's own."""
+_NODE_STATE = re.compile(r"\bState=(\S+)")
+_LEAVING = {"DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING"}
+_TIME_LEFT = re.compile(r"^((?:(?:\d+-)?\d+:)?\d+:\d+|UNLIMITED|NOT_SET|INVALID)\s*$", re.MULTILINE)
+
+
+def _span_s(text: str) -> float | None:
+    """Return the seconds of ``[DAYS-][HOURS:]MINUTES:SECONDS``; None for a word: no limit."""
+    if not text[0].isdigit():
+        return None
+    days, _, rest = text.rpartition("-")
+    seconds = 0
+    for part in rest.split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86400.0 * int(days or 0) + seconds
+
+
+Question = FileNotice | AwsNotice | GcpNotice | AzureNotice | SlurmNotice
+
+
+def question_of(source: NoticeSource, default_s: float, interval_s: float) -> Question:
+    """Return the question for a source, asked each ``interval_s``; signals have none. Raises
+    ``UsageError`` if it cannot be asked here."""
     match source.kind:
         case "file":
             return FileNotice(source.where, default_s)
@@ -371,6 +449,9 @@ def question_of(source: NoticeSource, default_s: float) -> Question:
             return GcpNotice(source.where)
         case "azure":
             return AzureNotice(source.where)
+        case "slurm":
+            # Twice, as one question may fail.
+            return SlurmNotice(default_s + 2 * interval_s)
         case _:
             raise StoreError(f"nobody asks {source}.")
 
@@ -464,30 +545,44 @@ class NoticeWatch:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Ask without end."""
+        """Ask without end. Hosts that start together do not ask together."""
+        time.sleep(random.uniform(0.0, self._interval_s))
         while True:
             time.sleep(self.look())
 
 
-def watch(
-    sources: Iterable[NoticeSource],
-    noticed: Noticed,
-    withdrawn: Withdrawn,
-    interval_s: float,
-    default_s: float,
-) -> None:
-    """Start to ask these sources, signals excluded, in threads that end with the process.
+Asked = tuple[NoticeSource, Question, float]
+"""A source, its question, and the seconds between two."""
 
-    ``default_s``: seconds left for a file without content.
+
+def questions_of(
+    sources: Iterable[NoticeSource], interval_s: float, default_s: float
+) -> tuple[Asked, ...]:
+    """Return the questions of these sources; signals have none.
+
+    Args:
+        sources: The sources.
+        interval_s: Seconds between questions to a server of the host's own.
+        default_s: Seconds left for a file without content, and for a drain.
+
+    Raises:
+        UsageError: A source cannot be asked here.
     """
-    asked: list[NoticeWatch] = []
+    found: list[Asked] = []
     for source in sources:
-        if source.kind == "signal":
-            continue
-        question = question_of(source, default_s)
-        one = NoticeWatch(source, question, noticed, withdrawn, interval_s)
+        if source.kind != "signal":
+            spacing_s = interval_s * (SLURM_RARER if source.kind == "slurm" else 1)
+            found.append((source, question_of(source, default_s, spacing_s), spacing_s))
+    return tuple(found)
+
+
+def watch(questions: Iterable[Asked], noticed: Noticed, withdrawn: Withdrawn) -> None:
+    """Start to ask these questions, in threads that end with the process."""
+    asked: list[NoticeWatch] = []
+    for source, question, spacing_s in questions:
+        one = NoticeWatch(source, question, noticed, withdrawn, spacing_s)
         asked.append(one)
-        log.info("event=notice_source source=%s is asked each %.0f s", source, interval_s)
+        log.info("event=notice_source source=%s is asked each %.0f s", source, spacing_s)
         threading.Thread(target=one.run, name=f"notice-{source.kind}", daemon=True).start()
     if asked:
         threading.Thread(target=_check, args=(asked,), name="notice-check", daemon=True).start()

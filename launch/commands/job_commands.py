@@ -16,6 +16,7 @@ from typing import Any
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.messages.shared import JsonText, Request
 from scalai.launch.commands.status import WAIT_S, add_flags, await_change, seconds, show
+from scalai.launch.config import slurm
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
     read_card,
@@ -105,7 +106,7 @@ def add_way(parser: argparse.ArgumentParser) -> None:
         help="folder of the job's stores (default: /dev/shm)",
     )  # fmt: skip
     parser.add_argument(
-        "--coordinator", metavar="HOST:PORT",
+        "--coordinator", metavar="HOST:PORT|slurm",
         help=f"the job's coordinator, if on another machine; needs {TOKEN_VARIABLE}",
     )  # fmt: skip
     add_removed_flags(parser)
@@ -143,7 +144,9 @@ def ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
         token = take_token(check_job(arguments.job))
         if token is None:
             raise UsageError(f"set {TOKEN_VARIABLE} to the secret that the job was started with.")
-        return _answer(split_endpoint(arguments.coordinator), token.encode(), request)
+        return _answer(
+            split_endpoint(slurm.endpoint(arguments.coordinator)), token.encode(), request
+        )
     folder = (arguments.store_dir or default_store_dir()) / check_job(arguments.job)
     card = read_card(folder)
     if card is None:

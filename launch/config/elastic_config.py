@@ -63,7 +63,9 @@ AUTO = "auto"
 METADATA = "http://169.254.169.254"
 """Address of the metadata server of AWS, GCP and Azure."""
 CLOUDS = ("aws", "gcp", "azure")
-_EXPECTED = "signal, file:PATH, aws, gcp or azure (the last three also with @http://HOST:PORT)"
+_EXPECTED = (
+    "signal, slurm, file:PATH, aws, gcp or azure (the last three also with @http://HOST:PORT)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,8 @@ class ProbeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NoticeSource:
-    """A source of preemption notices: ``kind`` signal, file, aws, gcp or azure; ``where``: a path,
-    or the address of a metadata server."""
+    """A source of preemption notices: ``kind`` signal, slurm, file, aws, gcp or azure; ``where``: a
+    path, or the address of a metadata server."""
 
     kind: str
     where: str = ""
@@ -199,8 +201,8 @@ class NoticeSource:
 
 def parse_source(text: str) -> NoticeSource:
     """Read a source as ``--preemption`` names it; raises ``UsageError`` for anything else."""
-    if text == "signal":
-        return NoticeSource("signal")
+    if text in ("signal", "slurm"):
+        return NoticeSource(text)
     kind, _, path = text.partition(":")
     if kind == "file" and path:
         return NoticeSource("file", path)
@@ -221,8 +223,8 @@ def _is_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionConfig:
-    """Sources of preemption notices: ``signal`` (SIGUSR1), ``file:PATH``, ``aws``, ``gcp``,
-    ``azure``; the last three also with ``@`` and an address."""
+    """Sources of preemption notices: ``signal`` (SIGUSR1), ``slurm``, ``file:PATH``, ``aws``,
+    ``gcp``, ``azure``; the last three also with ``@`` and an address."""
 
     sources: tuple[str, ...] = ("signal",)
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import RefusedError, UsageError
+from scalai.launch.config import slurm
 from scalai.launch.config.elastic_config import AUTO, PLANNERS, parse_source
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
@@ -140,8 +141,9 @@ def _add_job(add: Callable[..., None]) -> None:
         help="elastic configuration: TOML, or a DeepSpeed configuration with a block "
         '"scalai"; makes the job elastic')  # fmt: skip
     # SUPPRESS: an alias that is not given must not undo the default of the flag it stands for.
-    add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
-        help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
+    add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT|slurm", default=argparse.SUPPRESS,
+        help="where the coordinator is; the same as --rdzv-endpoint. slurm: on the first "
+        "host of Slurm's allocation")  # fmt: skip
     add("--coordinator-lease", metavar="file:/FOLDER|etcd:URL|kubernetes:|none",
         help="register of the job's coordinator, within reach of all hosts; after "
         "the loss of its host "
@@ -157,7 +159,9 @@ def _add_job(add: Callable[..., None]) -> None:
         metavar="HOST[:SLOT,...]@...",
         help="hosts and slots of the host file to leave out",
     )
-    add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
+    add("--host-id", metavar="NAME",
+        help="name of this host in the job (default: its host name; in Slurm the "
+        "node's)")  # fmt: skip
 
 
 def _add_state(add: Callable[..., None]) -> None:
@@ -211,7 +215,8 @@ def _add_changes(add: Callable[..., None]) -> None:
         help="source of the number of working devices of this host")  # fmt: skip
     add("--preemption", type=_notice_sources, metavar="SOURCE,...",
         help="sources of notice before this host is taken away: signal (SIGUSR1; the default), "
-        "file:PATH, aws, gcp, azure; or none")  # fmt: skip
+        "slurm (drain of this node, end of this job), file:PATH, aws, gcp, azure; or "
+        "none")  # fmt: skip
     add("--health-check", metavar="CMD",
         help="command (no shell) with exit code 0 if this host may run workers; run "
         "before the first "
@@ -353,7 +358,7 @@ def _coordinator(flags: argparse.Namespace) -> str | None:
     if flags.standalone:
         return None
     if flags.rdzv_endpoint:
-        return str(flags.rdzv_endpoint)
+        return slurm.endpoint(str(flags.rdzv_endpoint))
     # torchrun's static rendezvous: node 0 is at --master-addr, and here it runs the coordinator.
     # Without either flag all agents are on this machine, and find it by the job's name.
     is_named = flags.master_addr not in ("127.0.0.1", "localhost")

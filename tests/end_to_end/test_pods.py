@@ -19,7 +19,6 @@ from support.tiny_job import check_steps
 no_pods = obstacle()
 pytestmark = [
     pytest.mark.fault,
-    pytest.mark.campaign,
     pytest.mark.recipes,
     pytest.mark.timeout(900),
     pytest.mark.skipif(no_pods is not None, reason=str(no_pods)),

@@ -376,8 +376,8 @@ def test_a_source_names_a_server_of_its_own() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "aws@", "aws@https://x", "aws@http://u@x", "aws@http://x/y", "gcp@http://x:99999",
-     "file:", "file", "slurm", "gcp@x"],
+     "file:", "file", "slurm:n1", "gcp@x"],
 )  # fmt: skip
 def test_what_is_no_source_is_refused_with_those_that_there_are(text: str) -> None:
-    with pytest.raises(UsageError, match="signal, file:PATH, aws, gcp or azure"):
+    with pytest.raises(UsageError, match="signal, slurm, file:PATH, aws, gcp or azure"):
         parse_source(text)
