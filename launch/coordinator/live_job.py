@@ -112,15 +112,15 @@ class LiveJob:
         """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
         self._lost_at: float | None = None
-        self.began_at = 0
-        """Step at which the present round began."""
+        self.began_at = -1 if is_successor else 0
+        """Step at which the present round began; -1: another coordinator began it."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
         took_over_at = clock() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
         self.timeline = Timeline(spec.report_dir, self.log, clock)
-        self.spending = Spending(clock())
+        self.spending = Spending(clock(), is_successor=is_successor)
 
     @property
     def has_ended(self) -> bool:
