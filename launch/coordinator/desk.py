@@ -244,16 +244,25 @@ class Desk:
     def obey(self, order: control_file.Order) -> str:
         """Carry out an order of the control file. Returns the answer; raises ``UsageError``."""
         with self.lock:
-            match order:
-                case control_file.Scale(nproc, nnodes, degrees):
-                    return str(scale(self.live, nproc, nnodes, degrees, dry_run=False)["reason"])
-                case control_file.Drain(host):
-                    return self._drain(host)
-                case control_file.Snapshot():
-                    pass
-            return snapshot(self.live)
+            try:
+                return self._obey(order)
+            except ScalaiError:
+                raise
+            except Exception as error:  # our own slip, and half of a change may be made
+                self.live.crash(error)
+                raise
+
+    def _obey(self, order: control_file.Order) -> str:
+        match order:
+            case control_file.Scale(nproc, nnodes, degrees):
+                return str(scale(self.live, nproc, nnodes, degrees, dry_run=False)["reason"])
+            case control_file.Drain(host):
+                return self._drain(host)
+            case control_file.Snapshot():
+                return snapshot(self.live)
 
     def _drain(self, host: str) -> str:
+        _refuse_while_taking_over(self.live.state)
         if host not in self.live.members:
             there = ", ".join(sorted(self.live.members.hosts())) or "none"
             raise UsageError(f"host {host!r} is not in the job. Hosts: {there}.")

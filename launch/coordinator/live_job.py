@@ -111,8 +111,8 @@ class LiveJob:
         """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
         self._lost_at: float | None = None
-        self.began_at = 0
-        """Step at which the present round began."""
+        self.began_at = -1 if is_successor else 0
+        """Step at which the present round began; -1: another coordinator began it."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
@@ -121,7 +121,7 @@ class LiveJob:
         self.timeline = Timeline(spec.report_dir, self.log, clock)
         self.entered_at = clock()
         """Start of the present phase, in seconds of the clock."""
-        self.spending = Spending(clock())
+        self.spending = Spending(clock(), is_successor=is_successor)
 
     @property
     def has_ended(self) -> bool:

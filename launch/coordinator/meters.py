@@ -199,12 +199,11 @@ class Meters:
                 self._training_s.labels(job).inc(more)
             else:
                 self._stopped_s.labels(job, use).inc(more)
-        if before is None:
-            self._stepped = now.step, now.at
+        if before is None or (now.round, now.began_at) != (before.round, before.began_at):
+            self._stepped = (now.began_at, now.at) if now.began_at >= 0 else None
+        if self._stepped is None:  # another coordinator's round: it counts from what is seen first
+            self._stepped = (now.step, now.at) if now.step else None
             return
-        if (now.round, now.began_at) != (before.round, before.began_at):
-            self._stepped = now.began_at, now.at
-        assert self._stepped is not None
         known, since = self._stepped
         made = min(now.step - known, MOST_STEPS)
         if made <= 0:
@@ -214,7 +213,7 @@ class Meters:
         if now.samples is not None:
             self._samples.labels(job).inc(made * now.samples)
         self._last_step.labels(job).set(time.time())
-        if before.is_training and now.is_training and known > now.began_at:
+        if before and before.is_training and now.is_training and known > now.began_at:
             for _ in range(made):
                 self._step_s.labels(job).observe((now.at - since) / made)
 

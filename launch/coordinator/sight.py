@@ -17,7 +17,7 @@ class Sight:
         at: Seconds of a monotonic clock.
         seconds: Spent so far, by use (``Spending``).
         is_training: Its workers can step.
-        step, began_at: Furthest step of the present round, and its first.
+        step, began_at: Furthest step of the present round, and its first (-1: unknown).
         step_s: A usual step, in seconds; 0: unknown.
         samples: Samples of a step; None: unknown.
         hosts: Number of hosts by state.

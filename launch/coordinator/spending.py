@@ -30,7 +30,7 @@ def use_of(job: Job, kind: Kind) -> str | None:
     phase = job.phase
     if phase is Phase.ENDED:
         return None
-    if phase in _STEPPING:
+    if phase in _STEPPING or job.takeover.pending is not None:
         return TRAINS
     if phase in _REPAIRING:
         return RECOVERY
@@ -49,9 +49,9 @@ def use_of(job: Job, kind: Kind) -> str | None:
 class Spending:
     """Adds up the seconds of each use."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, *, is_successor: bool = False) -> None:
         self.seconds = dict.fromkeys((TRAINS, *REASONS), 0.0)
-        self._use: str | None = STARTUP
+        self._use: str | None = TRAINS if is_successor else STARTUP
         self._since = now
 
     def note(self, use: str | None, now: float) -> None:

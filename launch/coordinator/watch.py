@@ -65,7 +65,7 @@ class Watch:
         if options.metrics_port is not None or options.metrics_file is not None:
             from scalai.launch.coordinator import meters as of_prometheus
 
-            self.meters = meters = of_prometheus.Meters(spec.job, *_framework(spec))
+            self.meters = meters = of_prometheus.Meters(_label(spec), *_framework(spec))
             self._events.add(meters.hear)
             if options.metrics_file is not None:
                 self._readers.append(MetricsFile(Path(options.metrics_file), meters.text))
@@ -96,6 +96,12 @@ class Watch:
         for reader in reversed(self._readers):  # the file of events may have more by then
             reader.close(max(LEAST_S, end - time.monotonic()))
         logging.getLogger("scalai").removeHandler(self._events)
+
+
+def _label(spec: JobSpec) -> str:
+    """Name of the job in its metrics: random names of standalone jobs would have no end."""
+    is_random = spec.options.is_standalone and spec.job.startswith("standalone-")
+    return "standalone" if is_random else spec.job
 
 
 def _framework(spec: JobSpec) -> tuple[str, str]:

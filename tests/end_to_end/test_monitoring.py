@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from support.agents import Agents, tiny_agents
+from support.needed import need
+
+need("prometheus_client", "pip install 'scalai[metrics]'")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

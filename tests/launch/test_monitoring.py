@@ -201,6 +201,18 @@ def test_steps_are_counted_once_and_lost_ones_have_their_seconds(line: Line) -> 
     assert 0 < (seen.value("wasted_seconds_total") or 0) < 5 * 2
 
 
+@pytest.mark.fault
+def test_a_new_coordinator_counts_no_step_that_another_one_has_seen(line: Line) -> None:
+    seen = Seen(line)
+    line.join("a").wait_for("start")
+    line.live.began_at = -1
+    for newest in (5000, 5010):
+        line.live.members["a"].newest = newest
+        line.pass_time(2.0)
+        seen.look()
+    assert seen.value("steps_total") == 10
+
+
 def test_no_label_has_values_without_an_end() -> None:
     meters = Meters("j")
     before = len(meters.text().splitlines())

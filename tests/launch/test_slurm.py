@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.launch.agent.host_checks import CommandRunner
 from scalai.launch.agent.notices import LEAST_S, LONGEST_S, NoticeWatch, SlurmNotice
+from scalai.launch.command_runner import CommandRunner
 from scalai.launch.config import slurm
 from scalai.launch.config.elastic_config import NoticeSource
 from scalai.launch.config.flags import parse_options
