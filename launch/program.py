@@ -2,7 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 
@@ -64,6 +66,17 @@ def _system_text(error: MemoryError | OSError) -> str:
     assert isinstance(error, OSError)
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{error.strerror or error}"
+
+
+@contextmanager
+def named(flag: str, folder: str | Path | None) -> Iterator[None]:
+    """Raise ``RefusedError``, which names the flag, where the system refuses its folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(
+            f"{flag} {folder} cannot be used ({error.strerror or error}). Name another one."
+        ) from error
 
 
 def worker_count(nproc_per_node: str) -> int:

@@ -9,25 +9,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from scalai.core.errors import AnswerError, EndedError, RefusedError, UsageError
+from scalai.core.errors import AnswerError, EndedError, RefusedError
 from scalai.core.messages.actions import RESUMABLE
 from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
-from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.host_checks import DeviceProbe, NoAnswerError, driver_device
 from scalai.launch.agent.network import address_towards, interface_environment
 from scalai.launch.agent.notices import watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.agent.worker_group import THREADS, THREADS_BY_DEFAULT
+from scalai.launch.before_start import check_folders, check_job, check_words
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.constants import constant
 from scalai.launch.config.endpoint import take_token
@@ -35,10 +34,10 @@ from scalai.launch.config.flags import build_parser, parse_options, with_own_nam
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
+from scalai.launch.coordinator.discovery import Place, find_coordinator
 from scalai.launch.logs import configure
-from scalai.launch.program import exit_code_of, worker_count
-from scalai.launch.slow_files import drain, said
+from scalai.launch.program import exit_code_of, named, worker_count
+from scalai.launch.slow_files import drain
 from scalai.runtime.processes import NOTICE
 from scalai.store.places import check_host
 
@@ -125,54 +124,30 @@ def _with_hostfile(argv: list[str]) -> list[str]:
     return expanded
 
 
-@contextmanager
-def _named(flag: str, folder: str | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RefusedError(
-            f"{flag} {folder} cannot be used ({error.strerror or error}). Name another one."
-        ) from error
-
-
-def _check_script(spec: JobSpec) -> None:
-    """Raise ``UsageError`` if the script is no file: the workers would fail a minute later."""
-    script = spec.options.script
-    if script is not None and not spec.options.is_module and not os.path.exists(script):
-        raise UsageError(f"there is no script {script!r} (in {os.getcwd()}).")
-
-
 def run_agent(spec: JobSpec) -> int:
     """Run this host's agent until the job has ended or the host is drained. Returns the exit
     code.
     """
     options = spec.options
-    _check_script(spec)
+    check_words(spec)
     host = check_host(options.host_id or socket.gethostname())
     configure(host)
-    spec = with_device(spec)
     self_check()
     slots = worker_count(options.nproc_per_node)
     if slots > 1:
         if THREADS not in os.environ:
             os.environ.update({THREADS: "1", THREADS_BY_DEFAULT: "1"})  # as torchrun
-    if spec.is_elastic:
-        say_configuration(spec)
-    if options.is_standalone:
-        log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
-    if spec.durable_dir is not None and spec.is_elastic:
-        with said(f"--durable-dir {spec.durable_dir}"):
-            check_writable(spec.durable_dir)
-            if not spec.is_fresh:
-                refuse_finished(spec.durable_dir / spec.job)
-    with _named("--store-dir", spec.config.store.dir):
-        job_directory(spec)
-    with _named("--log-dir", options.log_dir):
+    check_folders(spec)
+    with named("--log-dir", options.log_dir):
         logs = DefaultLogsSpecs(
             log_dir=options.log_dir,
             redirects=Std.from_str(options.redirects),
             tee=Std.from_str(options.tee),
         )
+    spec = with_device(spec)
+    warning = check_job(spec, slots)
+    if warning is not None:
+        log.warning("%s", warning)
     host_signals.name(options.signals_to_handle)
     host_signals.end_at_the_first()
     try:
@@ -183,6 +158,10 @@ def run_agent(spec: JobSpec) -> int:
             "begins anew'", host, RESUMABLE, signalled,
         )  # fmt: skip
         return RESUMABLE
+    if spec.is_elastic:
+        say_configuration(spec)
+    if options.is_standalone:
+        log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
     if place.started is not None:
         say_ahead(spec)
     heard = host_signals.HeardSignals()

@@ -66,7 +66,10 @@ def main(arguments: Sequence[str]) -> None:
         _be_refused(error)
     except SystemExit as ending:
         if ending.code:
-            _wait_to_be_rescued(f"the script left with {ending.code!r}")
+            left = f"the script left with {ending.code!r}"
+            _wait_to_be_rescued(left)
+            if not isinstance(ending.code, int):
+                _leave_word(left)
         raise
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
@@ -83,11 +86,11 @@ def main(arguments: Sequence[str]) -> None:
         raise
 
 
-def _leave_word(error: Exception) -> None:
+def _leave_word(error: Exception | str) -> None:
     """Leave the script's error for torch's agent, as torch's ``record`` does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
-        text = f"{type(error).__name__}: {error}"
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scalai.core.degrees.degrees import parse_request
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.messages.shared import JsonText, Request
 from scalai.launch.config.endpoint import (
@@ -187,6 +188,8 @@ def _describe_stall(host: str, stall: Mapping[str, Any]) -> str:
 def _scale(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None and arguments.nnodes is None and arguments.degrees is None:
         raise UsageError("say what to change: --nproc N, --nnodes N or --degrees 'tp2 pp1'.")
+    if arguments.degrees is not None:
+        parse_request(arguments.degrees)  # a slip needs no job to be seen
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from scalai.converters.between.mapping import find_mapping, read_mapping
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     two = others[0]
     models, warnings = _other_models(one, two)
-    lines = [*models, *compare(one, two, args.workers)]
+    lines = [*_other_tensors(one, two), *models, *compare(one, two, args.workers)]
     warnings += [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
     if one.values.step != two.values.step:
         lines.insert(0, f"steps {one.values.step} and {two.values.step}")
@@ -91,6 +92,20 @@ def run(args: argparse.Namespace) -> int:
             *(f"warning: {warning}" for warning in warnings),
         )
     return DIFFERS if lines else 0
+
+
+def _other_tensors(one: Checkpoint, two: Checkpoint) -> Iterator[str]:
+    """Yield one sentence where the two are not of one model."""
+    left, right = (
+        {tensor.name: tensor for tensor in of.placed.collection.tensors} for of in (one, two)
+    )
+    both = left.keys() & right.keys()
+    alone, others = len(left.keys() ^ right.keys()), sum(left[n] != right[n] for n in both)
+    if alone or others:
+        yield (
+            f"{one.directory} and {two.directory} are different models: {alone} tensors are in one "
+            f"of them only, {others} have another shape or dtype, {len(both) - others} are common"
+        )
 
 
 def _other_models(one: Checkpoint, two: Checkpoint) -> tuple[list[str], list[str]]:

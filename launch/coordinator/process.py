@@ -1,6 +1,7 @@
 """The coordinator as a process of its own: ``python -m scalai.launch.coordinator.process FOLDER
 HOST:PORT < ORDER``, the job and its token as JSON."""
 
+import errno
 import json
 import logging
 import os
@@ -35,7 +36,8 @@ from scalai.launch.coordinator.registers import (
 )
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.logs import configure, say
-from scalai.launch.slow_files import drain
+from scalai.launch.program import named
+from scalai.launch.slow_files import drain, said
 
 ALONE_S = 60.0
 """Wait for a first or another agent before the coordinator ends, in seconds."""
@@ -63,6 +65,7 @@ def serve(
             search for this job's coordinator.
     """
     heard = _heard(spec)
+    _check_reports(spec)
     holder, newest = await_turn(spec, join_endpoint(host, port), token.decode())
     if holder is not None:
         raise UsageError(
@@ -85,6 +88,16 @@ def serve(
         address = _leave_card(coordinator, folder, host, token)
     coordinator.heard = heard
     return _run(coordinator, spec, folder, address)
+
+
+def _check_reports(spec: JobSpec) -> None:
+    """Raise ``RefusedError`` where a job that begins has no place for its reports. A successor goes
+    on without."""
+    if spec.report_dir is not None:
+        with said(f"--report-dir {spec.report_dir}"), named("--report-dir", spec.report_dir):
+            spec.report_dir.mkdir(parents=True, exist_ok=True)
+            if not os.access(spec.report_dir, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _heard(spec: JobSpec) -> host_signals.HeardSignals:
@@ -214,6 +227,8 @@ def main() -> int:
     try:
         spec = JobSpec.from_json(order["job"])
         heard = _heard(spec)
+        if not order["is_successor"] and order["succeeds"] == "nobody":
+            _check_reports(spec)
         coordinator = open_coordinator(
             spec, folder, (host, port), token, int(order["term"]),
             is_successor=bool(order["is_successor"]), succeeds=str(order["succeeds"]),

@@ -44,8 +44,6 @@ def kind_of(reason: str) -> str:
     if found := re.search(r"rank \d+: (the script left with .*|[A-Za-z_][\w.]*)", reason):
         told = found[1]
         return told if told.startswith("the script") else f"the script raised {told}"
-    if found := re.search(r"exited with \d+: ([A-Za-z_][\w.]*)", reason):
-        return f"the script raised {found[1]}"
     if found := re.search(r"exited with (\d+)", reason):
         return f"exit {found[1]}"
     return "other"

@@ -134,15 +134,16 @@ def _has_other(job: Job, reason: str) -> bool:
 
 
 def _error_of_the_script(job: Job, reason: str) -> str:
-    """Error of a script without a step so far, without its varying numbers; empty if its changing
-    surroundings may be to blame."""
+    """Error of a script without a step so far, of its first rank alone and without its varying
+    numbers; empty if its changing surroundings may be to blame."""
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
     has_stepped = job.change.ran is not None or (newest is not None and newest.step > 0)
     if has_stepped or job.phase is not Phase.STARTING or not is_own:
         return ""
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", reason)
+    first = re.split(r"; rank \d+\b", reason, maxsplit=1)[0]  # how many are seen ended is chance
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", first)
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
