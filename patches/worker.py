@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
+from scalai.core.job.endings import RUN_AGAIN, WRONG_RESULT
 from scalai.core.messages.worker_messages import RankRefused
 from scalai.runtime.agent_folder import tell_agent
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.processes import die_with_parent, end_with, without_collections
+
+RUN_AGAIN_EXIT, WRONG_RESULT_EXIT = 16, 17
+"""Exit codes of Megatron-LM's rerun state machine."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -66,9 +70,10 @@ def main(arguments: Sequence[str]) -> None:
         _be_refused(error)
     except SystemExit as ending:
         if ending.code:
-            left = f"the script left with {ending.code!r}"
+            why = _of_rerun_machine(ending.code)
+            left = f"the script left with {ending.code!r}{why}"
             _wait_to_be_rescued(left)
-            if not isinstance(ending.code, int):
+            if why or not isinstance(ending.code, int):
                 _leave_word(left)
         raise
     except RuntimeError as error:
@@ -84,6 +89,20 @@ def main(arguments: Sequence[str]) -> None:
         _wait_to_be_rescued(error)
         _leave_word(error)
         raise
+
+
+def _of_rerun_machine(code: object) -> str:
+    """Return what the exit codes 16 and 17 of Megatron-LM's rerun state machine mean for this rank,
+    for the end of a reason; empty: the code is another's."""
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is None or code not in (RUN_AGAIN_EXIT, WRONG_RESULT_EXIT):
+        return ""
+    if code == RUN_AGAIN_EXIT:
+        return f": {RUN_AGAIN}"
+    # All ranks end with 17, also where the second result was computed elsewhere, or was the same.
+    is_own = machine.rerun_requested and machine.state.name == "RERUNNING_IN_PLACE"
+    return f": {WRONG_RESULT}" if is_own else ""
 
 
 def _leave_word(error: Exception | str) -> None:

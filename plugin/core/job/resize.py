@@ -22,7 +22,8 @@ from scalai.core.job import (
     succession,
 )
 from scalai.core.job.deadlines import clock_of
-from scalai.core.job.failures import excuse_loss, fail
+from scalai.core.job.endings import WRONG_RESULT
+from scalai.core.job.failures import excuse, fail
 from scalai.core.job.health import joined_anew, pardon, strike
 from scalai.core.job.membership import (
     ENDED_BY_A_LOSS,
@@ -200,7 +201,7 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
         now=at,
     )
     job, lines = strike(hearing.forget(job, host), [host])
-    job, excused = excuse_loss(job, host)
+    job, excused = excuse(job, f"host {host} is lost")
     lines, job = (*lines, *excused), archiving.lose(replicating.give_up(job), [host])
     given_up: tuple[Action, ...] = ()
     if job.change.standby is not None and host in job.change.standby.assignment.active:
@@ -385,14 +386,20 @@ def _workers_failed(report: reports.WorkersFailed, host: str, job: Job) -> Resul
     reason = f"workers of host {host} failed: {report.reason}"
     if report.round == job.round and not report.is_refusal:
         job, asked = health.ask(job, [host], reason)
-        job, actions = _failed(report, host, job, reason)
+        if is_wrong := WRONG_RESULT in report.reason:
+            job, barred = health.bar_for_wrong_results(job, host)
+            asked, is_wrong = (*asked, *barred), bool(barred)
+        job, actions = _failed(report, host, job, reason, is_wrong=is_wrong)
         return job, (*asked, *actions)
     return _failed(report, host, job, reason)
 
 
-def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> Result:
+def _failed(
+    report: reports.WorkersFailed, host: str, job: Job, reason: str, *, is_wrong: bool = False
+) -> Result:
     if report.round == job.round and job.emergency is not None:
-        return job, (Say(reason),)
+        job, excused = excuse(job, f"host {host} computed wrongly") if is_wrong else (job, ())
+        return job, (Say(reason), *excused)
     if report.round != job.round or job.phase not in FALLIBLE:
         return job, ()
     if job.phase is Phase.SNAPSHOTTING:  # the others' snapshot may be the whole state
@@ -401,7 +408,10 @@ def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> 
     reason = report.reason if report.is_refusal else reason
     if (asked := starting.start_failed(report, host, job, reason)) is not None:
         return asked
-    return fail(job, reason, is_chance=report.is_chance, is_refusal=report.is_refusal)
+    is_free = is_wrong and job.settings.is_loss_free
+    return fail(
+        job, reason, is_chance=report.is_chance, is_refusal=report.is_refusal, is_free=is_free
+    )
 
 
 @_heard.register

@@ -9,6 +9,8 @@ from scalai.core.job.endings import (
     OUT_OF_DEVICE_MEMORY,
     OUT_OF_HOST_MEMORY,
     PEER_GONE,
+    RUN_AGAIN,
+    WRONG_RESULT,
     kind_of,
     rank_of,
 )
@@ -20,6 +22,7 @@ from support.laws import (
     assign_all,
     at,
     but,
+    generations,
     joined,
     kinds,
     lines,
@@ -196,6 +199,46 @@ def test_a_script_that_nothing_hooks_is_never_stopped_for_a_change() -> None:
     assert "nothing hooks" in lines(due)
     job, _ = advance_all(job, *told("a", reports.Hooked(job.round)))
     assert ticked(job)[0].phase is Phase.PREPARING, "what was refused is met"
+
+
+# ---------------------------------------------------------------------- Megatron-LM's rerun machine
+
+
+@pytest.mark.fault
+def test_a_step_that_megatron_runs_again_is_free_once() -> None:
+    job, lefts = training("ab", left=2), []
+    for _ in range(3):
+        job = until(failed(job, f"rank 0: the script left with 16: {RUN_AGAIN}"), Phase.RUNNING)
+        lefts.append(job.budget.left)
+        job = training("ab", left=job.budget.left, ran_again=job.budget.ran_again)
+    assert lefts == [2, 1, 0]
+    job = but(training("ab", left=0, ran_again=20), generations=generations("ab", 3))
+    assert until(failed(job, f"rank 0: {RUN_AGAIN}"), Phase.RUNNING).budget.left == 0, "it got on"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("is_first", [True, False], ids=["it tells first", "it tells last"])
+def test_a_host_that_computed_wrongly_is_left_out_at_no_restart(is_first: bool) -> None:
+    """All ranks leave with 17, and only the one with two results says so."""
+    job = training("abc", left=0, is_loss_free=True, has_emergency=True)
+    guilty = ("b", f"rank 1: the script left with 17: {WRONG_RESULT}")
+    told_by = [guilty, ("a", "rank 0: the script left with 17")]
+    for host, reason in told_by if is_first else reversed(told_by):
+        job = advance(job, events.Reported(host, reports.WorkersFailed(job.round, reason)))[0]
+        assert job.phase is Phase.FREEZING
+    job, _ = advance_all(job, *told("abc", reports.Frozen(job.round, ())))
+    job = until(job, Phase.RUNNING)
+    assert active(job) == {"a", "c"} and job.budget.left == 0
+    assert active(until(advance_all(job, joined(job, "b"))[0], Phase.RUNNING)) == {"a", "b", "c"}
+
+
+@pytest.mark.fault
+def test_a_host_that_computes_wrongly_and_cannot_be_spared_costs_restarts() -> None:
+    job = training("a", left=1, is_loss_free=True, max_hosts=2)
+    wrong = f"rank 0: the script left with 17: {WRONG_RESULT}"
+    job = until(failed(job, wrong), Phase.RUNNING)
+    assert active(job) == {"a"} and job.budget.left == 1
+    assert until(failed(job, wrong), Phase.RUNNING).budget.left == 0
 
 
 # ---------------------------------------------------------------------- losses
