@@ -11,7 +11,7 @@ import select
 import sys
 from functools import partial
 
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.exit_codes import RESUMABLE
 from scalai.launch.slow_files import MOST, PatientWriter
 
 WARNINGS = frozenset(

@@ -7,10 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
-
-INTERRUPTED = 130
-ENOUGH = 141
-"""As of a program ended by SIGPIPE."""
+from scalai.core.exit_codes import FAILED, INTERRUPTED, READER_GONE
 
 
 def escaped(text: str, kept: str = "") -> str:
@@ -40,7 +37,7 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         return code
     except BrokenPipeError:  # the reader has enough: ``scalai inspect ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ENOUGH
+        return READER_GONE
     except ScalaiError as error:
         text, code = str(error), error.exit_code
     except ModuleNotFoundError as error:
@@ -50,7 +47,7 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         text += "; scalai brings no torch of its own." if error.name == "torch" else "."
         code = RefusedError.exit_code
     except (MemoryError, OSError) as error:
-        text, code = _system_text(error), 1
+        text, code = _system_text(error), FAILED
     except KeyboardInterrupt:
         text, code = "interrupted", INTERRUPTED
     print(f"{program}: {escaped(text, kept=chr(10))}", file=sys.stderr)

@@ -3,6 +3,7 @@ until it ends.
 """
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.errors import AnswerError, EndedError, RefusedError
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.exit_codes import BY_SIGNAL, RESUMABLE
 from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
@@ -200,12 +201,12 @@ def attend(
     hears_notice: bool = True,
 ) -> None:
     """Drain at the first signal, stop at the second; a notice (SIGUSR1) and SIGHUP drain and count
-    as neither.
+    as neither. SIGQUIT shows all stacks, and stops.
 
     Returns at the end of the agent's loop, or ``STOP_S`` after a stop. The workers end with this
     process, in any case.
     """
-    is_leaving, stopped_at = False, None
+    is_leaving, stopped_at, shown_at = False, None, math.inf
     while loop.is_alive():
         number = heard.next(POLL_S)
         if number in host_signals.NEVER_SECOND:
@@ -214,8 +215,13 @@ def attend(
             log.info("event=signal %s: %s", signal.Signals(number).name, what)
             if is_heeded:
                 agent.leave()
+        elif number == signal.SIGQUIT and shown_at == math.inf:
+            log.warning("event=signal SIGQUIT: the stacks follow, and this host stops")
+            host_signals.show_own_stacks()
+            agent.show_stacks()
+            shown_at = time.monotonic()
         elif number is not None and is_leaving:
-            agent.stop_now(128 + number)
+            agent.stop_now(BY_SIGNAL + number)
             stopped_at = stopped_at or time.monotonic()
         elif number is not None:
             is_leaving = True
@@ -223,6 +229,9 @@ def attend(
                 "event=signal %s: draining; a second signal stops now", signal.Signals(number).name
             )
             agent.leave()
+        if stopped_at is None and time.monotonic() - shown_at > host_signals.SHOWN_S:
+            agent.stop_now(BY_SIGNAL + signal.SIGQUIT)
+            stopped_at = time.monotonic()
         if stopped_at is not None and time.monotonic() - stopped_at > STOP_S:
             log.error("event=stuck: what the agent waits for has not ended for %.0f s", STOP_S)
             return

@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
+from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY, WORKER_RUN_AGAIN, WORKER_WRONG_RESULT
 from scalai.core.job.endings import RUN_AGAIN, WRONG_RESULT
 from scalai.core.messages.worker_messages import RankRefused
 from scalai.runtime.agent_folder import tell_agent
-from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.processes import die_with_parent, end_with, without_collections
-
-RUN_AGAIN_EXIT, WRONG_RESULT_EXIT = 16, 17
-"""Exit codes of Megatron-LM's rerun state machine."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -84,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
         _wait_to_be_rescued(error)
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(OUT_OF_MEMORY_EXIT)
+        os._exit(WORKER_OUT_OF_MEMORY)
     except Exception as error:
         _wait_to_be_rescued(error)
         _leave_word(error)
@@ -96,9 +93,9 @@ def _of_rerun_machine(code: object) -> str:
     for the end of a reason; empty: the code is another's."""
     module = sys.modules.get("megatron.core.rerun_state_machine")
     machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
-    if machine is None or code not in (RUN_AGAIN_EXIT, WRONG_RESULT_EXIT):
+    if machine is None or code not in (WORKER_RUN_AGAIN, WORKER_WRONG_RESULT):
         return ""
-    if code == RUN_AGAIN_EXIT:
+    if code == WORKER_RUN_AGAIN:
         return f": {RUN_AGAIN}"
     # All ranks end with 17, also where the second result was computed elsewhere, or was the same.
     is_own = machine.rerun_requested and machine.state.name == "RERUNNING_IN_PLACE"

@@ -191,6 +191,10 @@ class Participant:
         """The source withdraws its notice."""
         self._agent.notice_withdrawn(source)
 
+    def show_stacks(self) -> None:
+        """Log where the workers are, within moments."""
+        self._agent.show_stacks()
+
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays for a restarted agent."""
         self._agent.stop_now(code)

@@ -19,6 +19,7 @@ from typing import Any
 
 from scalai.core.dataset.table import DATASET
 from scalai.core.errors import PeerError, ProofError, ScalaiError
+from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Done, Event, Failed, GroupOver, GroupSeen
@@ -38,7 +39,6 @@ from scalai.launch.agent.progress import Stacks
 from scalai.launch.agent.replica_fetch import Replicas
 from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups, obstacle, offer
 from scalai.launch.config.job_spec import JobSpec
-from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
@@ -357,7 +357,7 @@ class Performer:
         if outcome is None:
             return []
         failures = outcome.failures
-        memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in failure for failure in failures)
+        memory = any(f"exited with {WORKER_OUT_OF_MEMORY}" in failure for failure in failures)
         # A worker killed by a signal may take its peers along.
         is_chance = any("was killed by" in failure for failure in failures)
         if is_chance:

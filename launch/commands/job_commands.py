@@ -14,6 +14,7 @@ from typing import Any
 
 from scalai.core.degrees.degrees import parse_request
 from scalai.core.errors import PeerError, UsageError
+from scalai.core.exit_codes import REFUSED
 from scalai.core.messages.shared import JsonText, Request
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
@@ -26,8 +27,6 @@ from scalai.launch.config.removed import add_removed_flags, refuse_variables
 from scalai.launch.coordinator import person_calls as calls
 from scalai.runtime.calls import Channel
 from scalai.store.places import check_job, default_store_dir
-
-REFUSED = 3
 
 Run = Callable[[argparse.Namespace], int]
 

@@ -21,12 +21,10 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import is_recorded
 from scalai.converters.suspects import find_suspects, guess_text
+from scalai.core.exit_codes import DIFFERS
 from scalai.core.tensors.fingerprint import VERSION
 from scalai.launch.config.sizes import worker_number
 from scalai.launch.program import show
-
-DIFFERS = 4
-"""Exit code where two checkpoints differ, as of ``ProofError``."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

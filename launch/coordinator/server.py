@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from scalai.core.errors import PeerError, RefusedError
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.exit_codes import RESUMABLE
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk

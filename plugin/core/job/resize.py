@@ -8,6 +8,7 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.job import (
     archiving,
     commits,
@@ -61,7 +62,7 @@ from scalai.core.job.transitions import (
     without_standby,
 )
 from scalai.core.messages import commands, events, reports
-from scalai.core.messages.actions import RESUMABLE, Action, CommitParts, Release, Say, Send
+from scalai.core.messages.actions import Action, CommitParts, Release, Say, Send
 
 REFILL_S = 3600.0
 """Training progress that earns one failure back, in seconds, in a job without its own budget."""
