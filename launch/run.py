@@ -215,11 +215,12 @@ def attend(
             log.info("event=signal %s: %s", signal.Signals(number).name, what)
             if is_heeded:
                 agent.leave()
-        elif number == signal.SIGQUIT and shown_at == math.inf:
-            log.warning("event=signal SIGQUIT: the stacks follow, and this host stops")
-            host_signals.show_own_stacks()
-            agent.show_stacks()
-            shown_at = time.monotonic()
+        elif number == signal.SIGQUIT:
+            if shown_at == math.inf:  # a terminal and a wrapper may both send it
+                log.warning("event=signal SIGQUIT: the stacks follow, and this host stops")
+                host_signals.show_own_stacks()
+                agent.show_stacks()
+                shown_at = time.monotonic()
         elif number is not None and is_leaving:
             agent.stop_now(BY_SIGNAL + number)
             stopped_at = stopped_at or time.monotonic()

@@ -246,7 +246,7 @@ def open_agent(
             store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
         opened.callback(store.close)
         directory = _agent_folder(store)
-        data = DataPlaneServer(store, place.token, interface)
+        data = DataPlaneServer(store, place.token, interface, ports=spec.ports)
         opened.callback(data.close)
         succession = Succession(spec, interface, lambda: agent.state.leave.is_asked)
         link = _open_link(spec, host, place, succession, loop, lambda: member)

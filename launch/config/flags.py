@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import AUTO, PLANNERS, parse_source
-from scalai.launch.config.endpoint import join_endpoint
+from scalai.launch.config.endpoint import HIGHEST_PORT, join_endpoint
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
 from scalai.launch.config.parser import Parser
 from scalai.launch.config.removed import add_removed_flags, refuse_values, refuse_variables
@@ -25,6 +25,7 @@ from scalai.runtime.processes import parse_signals
 from scalai.store.places import check_host, check_job
 
 DEFAULT_JOB = "default"
+FEWEST_PORTS = 5
 _TORCH_NO_JOB = "none"
 _TORCH_RENDEZVOUS = ("static", "c10d")
 
@@ -142,6 +143,10 @@ def _add_job(add: Callable[..., None]) -> None:
         help="hosts and slots of the host file to leave out",
     )
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
+    add("--port-range", type=_ports, metavar="LOW-HIGH",
+        help="ports for what listens on this host: a coordinator without a named port, the data "
+        "plane, the workers' stores (default: the kernel's choice); 5 or more, and one more for "
+        "each further agent of one address")  # fmt: skip
 
 
 def _add_state(add: Callable[..., None]) -> None:
@@ -346,6 +351,18 @@ def _notice_sources(text: str) -> tuple[str, ...]:
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return sources
+
+
+def _ports(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) <= HIGHEST_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW-HIGH, 1 to {HIGHEST_PORT}")
+    if int(high) - int(low) + 1 < FEWEST_PORTS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has fewer than {FEWEST_PORTS} ports: a coordinator's, an agent's, and three "
+            "for stores at a change"
+        )
+    return int(low), int(high)
 
 
 def _probe(text: str) -> dict[str, object]:

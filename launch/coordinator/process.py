@@ -184,9 +184,9 @@ def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes)
 def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
     expect_many_threads()
     log.info(
-        "event=coordinator job=%s term=%d address=%s:%d: it runs on this host. If its process "
+        "event=coordinator job=%s term=%d address=%s: it runs on this host. If its process "
         "dies, an agent of this host starts another one, and the workers train on meanwhile",
-        spec.job, coordinator.term, *address,
+        spec.job, coordinator.term, join_endpoint(*address),
     )  # fmt: skip
     _say_lease(coordinator, spec)
     try:

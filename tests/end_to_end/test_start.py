@@ -299,7 +299,8 @@ def test_a_job_whose_endpoint_is_an_ipv6_address_trains(tmp_path: Path) -> None:
         port = free_port("::1")
     except OSError as error:
         pytest.skip(f"this machine has no IPv6: {error}")
-    flags = ("--rdzv-endpoint", f"[::1]:{port}")
+    # Both agents have this address, and of each only the data plane has a port of its own.
+    flags = ("--rdzv-endpoint", f"[::1]:{port}", "--port-range", f"{port + 1}-{port + 20}")
     token = {"SCALAI_JOB_TOKEN": "0123456789abcdef0123456789abcdef"}
     settings = {"resize": "standby = 'never'"}
     with tiny_agents(

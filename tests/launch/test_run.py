@@ -95,7 +95,7 @@ def test_sigquit_shows_where_all_stand_and_stops(
     shown = threading.Event()
     monkeypatch.setattr(host_signals, "SHOWN_S", 0.1)
     monkeypatch.setattr(host_signals, "show_own_stacks", shown.set)
-    with attended(signal.SIGQUIT) as (orders, _, _):
+    with attended(signal.SIGQUIT, signal.SIGQUIT) as (orders, _, _):
         wait_until(lambda: len(orders) == 2, "it has stopped")
         assert orders == ["stacks", 128 + 3] and shown.is_set()
 

@@ -97,6 +97,8 @@ USES = (
     (f"SCALAI_JOB_TOKEN=abc {RUN} --coordinator 127.0.0.1:1 ok.py", 2, "has 3 characters"),
     (f"{RUN} --coordinator 127.0.0.1:{{1}} ok.py", 1, "Address already in use"),
     (f"{RUN} --coordinator-lease foo ok.py", 2, "--coordinator-lease 'foo' is neither file:"),
+    (f"{RUN} --port-range 1-x ok.py", 2, "--port-range: '1-x' is not LOW-HIGH, 1 to 65535"),
+    (f"{RUN} --port-range 30000-30003 ok.py", 2, "has fewer than 5 ports"),
     (f"{RUN} --local-addr 192.0.2.1 ok.py", 2, "--local-addr 192.0.2.1 is no address of this"),
     # ---------------------------------------------------------------- scalai
     ("scalai", 2, "the following arguments are required: COMMAND"),

@@ -332,3 +332,17 @@ def test_who_waits_for_this_process_is_not_silent_and_who_does_not_read_is() -> 
         assert not answering.end().errors
         other.send(b"two")
         assert next(requests) == b"two" and peer.silence_s() == 0.0
+
+
+def test_listeners_share_a_range_of_ports_until_all_are_in_use() -> None:
+    first = free_port("127.0.0.1")
+    ports, servers = range(first, first + 2), list[Server]()
+    try:
+        for _ in ports:
+            servers.append(Server(("127.0.0.1", 0), TOKEN, Say, lambda *call: None, ports=ports))
+        assert {server.address[1] for server in servers} == set(ports)
+        with pytest.raises(PeerError, match=f"all of --port-range {first}-{first + 1} are in use"):
+            Server(("127.0.0.1", 0), TOKEN, Say, lambda *call: None, ports=ports)
+    finally:
+        for server in servers:
+            server.close()
