@@ -470,5 +470,5 @@ def test_the_batch_script_of_the_docs_hands_its_own_signal_on(
         assert batch.wait(DEADLINE_S) == 75
     finally:
         os.killpg(batch.pid, signal.SIGKILL)
-        batch.wait()
+        batch.wait(DEADLINE_S)
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 7"
