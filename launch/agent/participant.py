@@ -1,6 +1,7 @@
 """An agent as a member of its job: opening, joining, ending."""
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.host_checks import CommandRunner, HealthCheck
+from scalai.launch.agent.host_checks import CommandRunner, DeviceMemory, HealthCheck
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import THREADS, Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.launch.agent.progress import ProgressWatch, Stacks
 from scalai.launch.agent.replica_fetch import ReplicaRate, Replicas
 from scalai.launch.agent.torch_elastic import WorkerSet
-from scalai.launch.agent.worker_group import WorkerCalls, WorkerGroups
+from scalai.launch.agent.worker_group import VISIBLE_DEVICES, WorkerCalls, WorkerGroups
 from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import HostLists, Join, StoreIdentity
@@ -268,6 +269,7 @@ def open_agent(
             rejoin=lambda: member.rejoin(),
             is_over=lambda: agent.is_over(),
             health=_health_check(spec, host),
+            memory=_device_memory(),
         )
         rate = ReplicaRate(host, constant("store.replica_slowdown"))
         performer = Performer(hands, Replicas(store, place.token, rate))
@@ -332,6 +334,11 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
         hang_s=spec.config.resize.hang_s,
     )
     return HostState(settings, slots, time.monotonic(), performer.generations())
+
+
+def _device_memory() -> DeviceMemory:
+    visible = os.environ.get(VISIBLE_DEVICES)
+    return DeviceMemory(visible.split(",") if visible else None)
 
 
 def _health_check(spec: JobSpec, host: str) -> HealthCheck:

@@ -32,7 +32,7 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent.fetch import Moving, prepare_restore
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.host_checks import HealthCheck, describe_rise, oom_kills
+from scalai.launch.agent.host_checks import DeviceMemory, HealthCheck, describe_rise, oom_kills
 from scalai.launch.agent.loop import DISK, ENDS, HEALTH, MEMORY, NETWORK, THREADS
 from scalai.launch.agent.network import unheard
 from scalai.launch.agent.progress import Stacks
@@ -63,6 +63,7 @@ class Hands:
         rejoin: Joins the job again with the store's content, beside the loop.
         is_over: Whether the agent must end and waits no longer.
         health: Checks this host's fitness for workers.
+        memory: Waits for the device memory of killed workers; None: not.
         lanes: Run blocking work beside the loop.
     """
 
@@ -79,6 +80,7 @@ class Hands:
     rejoin: Callable[[], None]
     is_over: Callable[[], bool]
     health: HealthCheck
+    memory: DeviceMemory | None = None
 
 
 class Performer:
@@ -337,13 +339,18 @@ class Performer:
         round, grace_s = action.round, action.grace_s
         group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
         self._ends.append(ended)
-        deadline = time.monotonic() + grace_s
+        deadline, is_alone = time.monotonic() + grace_s, not self.groups
 
         def end() -> Event:
             try:
-                while time.monotonic() < deadline and group.poll() is None and not is_over():
+                while (outcome := group.poll()) is None and time.monotonic() < deadline:
+                    if is_over():
+                        break
                     time.sleep(0.01)
                 group.end(is_over)
+                are_killed = outcome is None or bool(outcome.failures)
+                if are_killed and is_alone and self._hands.memory is not None:
+                    self._hands.memory.wait(is_over)
             except (ScalaiError, OSError):
                 log.exception("event=error host=%s workers of round %d", self._hands.host, round)
             finally:
