@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,16 @@ def _run(words: Sequence[str]) -> None:
         name, _, os.environ[name] = word.partition("=")
     program, *arguments = words[len(variables) :]
     sys.argv = [program, *arguments]
+    code: object = 1
     try:
         (cli.scalai_run if program == "scalai-run" else cli.main)()
-    finally:
-        sys.stdout.flush()
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)  # the usual end takes torch apart
 
 
 def _main() -> None:
