@@ -78,10 +78,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     two = others[0]
     models, warnings = _other_models(one, two)
-    lines = [*_other_tensors(one, two), *models, *compare(one, two, args.workers)]
-    warnings += [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
+    lines = [*_other_tensors(one, two)]
     if one.values.step != two.values.step:
-        lines.insert(0, f"steps {one.values.step} and {two.values.step}")
+        lines.append(f"steps {one.values.step} and {two.values.step}")
+    lines += [*models, *compare(one, two, args.workers)]
+    warnings += [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
     if args.json:
         print(json.dumps({"is_equal": not lines, "differences": lines, "warnings": warnings}))
     else:

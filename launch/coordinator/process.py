@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,8 +38,10 @@ from scalai.launch.coordinator.registers import (
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.logs import configure, say
 from scalai.launch.program import named
-from scalai.launch.slow_files import drain, said
+from scalai.launch.slow_files import drain
 
+REPORTS_S = 5.0
+"""Wait for the disk of the reports, in seconds."""
 ALONE_S = 60.0
 """Wait for a first or another agent before the coordinator ends, in seconds."""
 SWITCH_S = 0.1
@@ -92,12 +95,25 @@ def serve(
 
 def _check_reports(spec: JobSpec) -> None:
     """Raise ``RefusedError`` where a job that begins has no place for its reports. A successor goes
-    on without."""
-    if spec.report_dir is not None:
-        with said(f"--report-dir {spec.report_dir}"), named("--report-dir", spec.report_dir):
-            spec.report_dir.mkdir(parents=True, exist_ok=True)
-            if not os.access(spec.report_dir, os.W_OK):
+    on without, and so does a job whose disk does not answer."""
+    folder, faults = spec.report_dir, list[OSError]()
+    if folder is None:
+        return
+
+    def look() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            faults.append(error)
+
+    looking = threading.Thread(target=look, name="reports", daemon=True)
+    looking.start()
+    looking.join(REPORTS_S)
+    with named("--report-dir", folder):
+        for fault in faults:
+            raise fault
 
 
 def _heard(spec: JobSpec) -> host_signals.HeardSignals:
