@@ -114,7 +114,7 @@ def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: f
         except PeerError as error:
             if isinstance(error, SilentError) or attempt == ATTEMPTS - 1:
                 raise PeerError(
-                    f"the job's coordinator at {address[0]}:{address[1]} does not answer ({error}) "
+                    f"the job's coordinator at {join_endpoint(*address)} does not answer ({error}) "
                     "Its process may be paused, or its machine overloaded: look for "
                     "scalai.launch.coordinator.process, and end it if it hangs."
                 ) from error

@@ -371,7 +371,8 @@ class KubernetesRegister:
             "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
             "metadata": {**metadata, "annotations": annotations},
             "spec": {
-                "holderIdentity": f"{entry.host}:{entry.port}", "leaseTransitions": entry.term,
+                "holderIdentity": join_endpoint(*entry.address),
+                "leaseTransitions": entry.term,
                 "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             },
         }  # fmt: skip

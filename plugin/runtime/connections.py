@@ -279,5 +279,5 @@ def _listen(address: Address, ports: range) -> socket.socket:
 def _text(address: object) -> str:
     if not isinstance(address, tuple):
         return str(address)
-    host, port = address
+    host, port = address[:2]  # an accepted one of IPv6 has four parts
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

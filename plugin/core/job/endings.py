@@ -12,6 +12,7 @@ RUN_AGAIN = "Megatron-LM asks to run the step again, to tell a fault of the devi
 WRONG_RESULT = "Megatron-LM computed a step twice on this rank, with two results"
 """Exit code 17 of the same, on the rank that found it; the others end with 17 too."""
 
+_LEFT = r"the script left with (?:(?!; rank \d).)*"
 _KINDS = (
     (rf"{OUT_OF_HOST_MEMORY}|\bMemoryError|CPUAllocator: can't allocate", OUT_OF_HOST_MEMORY),
     (r"OutOfMemoryError|CUDA out of memory|exited with 12\b", OUT_OF_DEVICE_MEMORY),
@@ -48,7 +49,7 @@ def kind_of(reason: str) -> str:
             return kind
     if found := re.search(r"was killed by (SIG\w+)", reason):
         return f"killed by {found[1]}"
-    if found := re.search(r"rank \d+: (the script left with .*|[A-Za-z_][\w.]*)", reason):
+    if found := re.search(rf"rank \d+: ({_LEFT}|[A-Za-z_][\w.]*)", reason):
         told = found[1]
         return told if told.startswith("the script") else f"the script raised {told}"
     if found := re.search(r"exited with (\d+)", reason):

@@ -392,6 +392,8 @@ def test_the_only_host_that_fits_is_taken_though_it_flaps() -> None:
         ("rank 1 was killed by SIGBUS", "bus error (is the shared memory full?)"),
         ("rank 4: ValueError: no such file", "the script raised ValueError"),
         ("rank 4: the script left with 7", "the script left with 7"),
+        ("rank 4: the script left with 'a'; rank 5: the script left with 'a'",
+         "the script left with 'a'"),
         ("rank 4 exited with 1; rank 5 was killed by SIGKILL", "killed by SIGKILL"),
         ("its workers cannot be started: no room", "other"),
     ],
