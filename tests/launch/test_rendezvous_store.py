@@ -193,7 +193,7 @@ def test_a_next_store_that_cannot_be_made_ends_none_that_is_open() -> None:
 
 def test_one_whose_coordinator_has_gone_before_it_was_ready_ends_without_a_word() -> None:
     module = "scalai.launch.coordinator.rendezvous_store"
-    command = [sys.executable, "-m", module, "127.0.0.1", "0.1"]
+    command = [sys.executable, "-m", module, "127.0.0.1", "0.1", "0", "1"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
