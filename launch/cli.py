@@ -2,7 +2,6 @@
 start of ``scalai-run``.
 """
 
-import argparse
 import importlib
 import importlib.metadata
 import os
@@ -10,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from scalai.launch.config.parser import Parser
 from scalai.launch.program import exit_code_of
 from scalai.runtime.processes import without_collections
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 input refused, 4 verification
     differs.
     """
-    parser = argparse.ArgumentParser(prog="scalai", description=ABOUT)
+    parser = Parser(prog="scalai", description=ABOUT)
     version = importlib.metadata.version("scalai")
     parser.add_argument("--version", action="version", version=f"scalai {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,14 +1,17 @@
-"""Signals to a whole host, from its scheduler or its terminal.
+"""Signals to a whole host, from its scheduler or its terminal: all rules for them, beside those of
+workers (``scalai.runtime.processes``).
 
 They mean the agent: every other process of the job lives on, and ends by the agent's or the
 coordinator's word.
 """
 
+import faulthandler
 import os
 import queue
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from scalai.runtime.processes import NOTICE, VARIABLE, meant_for_the_agent
@@ -16,6 +19,10 @@ from scalai.runtime.processes import NOTICE, VARIABLE, meant_for_the_agent
 NEVER_SECOND = (NOTICE, signal.SIGHUP)
 """Neither a first nor a second signal: a closing terminal sends SIGHUP more than once, and systemd
 SIGTERM with it."""
+
+
+SHOWN_S = 3.0
+"""Time for the workers' stacks to be logged, before SIGQUIT ends this host, in seconds."""
 
 
 class StoppedError(BaseException):
@@ -53,10 +60,18 @@ def end_at_the_first() -> None:
     """Raise ``StoppedError`` at a signal from here on. Main thread only."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGQUIT:
+            show_own_stacks()
         raise StoppedError(signal.Signals(number).name)
 
     for number in _heeded():
         signal.signal(number, stop)
+
+
+def show_own_stacks() -> None:
+    """Write this process's stacks to standard error."""
+    with suppress(OSError, ValueError, AttributeError):  # it may be closed
+        faulthandler.dump_traceback(sys.stderr)
 
 
 def _heeded() -> list[signal.Signals]:

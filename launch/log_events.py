@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
 
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.jsonable import Json
-from scalai.core.messages.actions import RESUMABLE
 
 SCHEMA = 1
 MOST_TEXT = 8192

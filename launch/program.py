@@ -2,13 +2,12 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
-
-INTERRUPTED = 130
-ENOUGH = 141
-"""As of a program ended by SIGPIPE."""
+from scalai.core.exit_codes import FAILED, INTERRUPTED, READER_GONE
 
 
 def escaped(text: str, kept: str = "") -> str:
@@ -38,7 +37,7 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         return code
     except BrokenPipeError:  # the reader has enough: ``scalai inspect ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ENOUGH
+        return READER_GONE
     except ScalaiError as error:
         text, code = str(error), error.exit_code
     except ModuleNotFoundError as error:
@@ -48,7 +47,7 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         text += "; scalai brings no torch of its own." if error.name == "torch" else "."
         code = RefusedError.exit_code
     except (MemoryError, OSError) as error:
-        text, code = _system_text(error), 1
+        text, code = _system_text(error), FAILED
     except KeyboardInterrupt:
         text, code = "interrupted", INTERRUPTED
     print(f"{program}: {escaped(text, kept=chr(10))}", file=sys.stderr)
@@ -64,6 +63,17 @@ def _system_text(error: MemoryError | OSError) -> str:
     assert isinstance(error, OSError)
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{error.strerror or error}"
+
+
+@contextmanager
+def named(flag: str, folder: str | Path | None) -> Iterator[None]:
+    """Raise ``RefusedError``, which names the flag, where the system refuses its folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedError(
+            f"{flag} {folder} cannot be used ({error.strerror or error}). Name another one."
+        ) from error
 
 
 def worker_count(nproc_per_node: str) -> int:

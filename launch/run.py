@@ -4,31 +4,31 @@ until it ends.
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from scalai.core.errors import AnswerError, EndedError, RefusedError, UsageError
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.errors import AnswerError, EndedError, RefusedError
+from scalai.core.exit_codes import BY_SIGNAL, RESUMABLE
 from scalai.core.planner.devices import device_named
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
-from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.host_checks import DeviceProbe, driver_device
 from scalai.launch.agent.network import address_towards, interface_environment
 from scalai.launch.agent.notices import questions_of, watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.agent.worker_group import THREADS, THREADS_BY_DEFAULT
+from scalai.launch.before_start import check_folders, check_job, check_words
 from scalai.launch.command_runner import NoAnswerError
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config import slurm
@@ -38,10 +38,10 @@ from scalai.launch.config.flags import build_parser, parse_options, with_own_nam
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.job_spec import JobSpec
-from scalai.launch.coordinator.discovery import Place, find_coordinator, job_directory
+from scalai.launch.coordinator.discovery import Place, find_coordinator
 from scalai.launch.logs import configure
-from scalai.launch.program import exit_code_of, worker_count
-from scalai.launch.slow_files import drain, said
+from scalai.launch.program import exit_code_of, named, worker_count
+from scalai.launch.slow_files import drain
 from scalai.runtime.processes import NOTICE
 from scalai.store.places import check_host
 
@@ -132,32 +132,14 @@ def _with_hostfile(argv: list[str]) -> list[str]:
     return expanded
 
 
-@contextmanager
-def _named(flag: str, folder: str | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RefusedError(
-            f"{flag} {folder} cannot be used ({error.strerror or error}). Name another one."
-        ) from error
-
-
-def _check_script(spec: JobSpec) -> None:
-    """Raise ``UsageError`` if the script is no file: the workers would fail a minute later."""
-    script = spec.options.script
-    if script is not None and not spec.options.is_module and not os.path.exists(script):
-        raise UsageError(f"there is no script {script!r} (in {os.getcwd()}).")
-
-
 def run_agent(spec: JobSpec) -> int:
     """Run this host's agent until the job has ended or the host is drained. Returns the exit
     code.
     """
     options = spec.options
-    _check_script(spec)
+    check_words(spec)
     host = check_host(options.host_id or slurm.host_name() or socket.gethostname())
     configure(host, options.log_format, options.log_level)
-    spec = with_device(spec)
     self_check()
     slots = worker_count(options.nproc_per_node)
     preemption = spec.config.preemption
@@ -167,23 +149,17 @@ def run_agent(spec: JobSpec) -> int:
     if slots > 1:
         if THREADS not in os.environ:
             os.environ.update({THREADS: "1", THREADS_BY_DEFAULT: "1"})  # as torchrun
-    if spec.is_elastic:
-        say_configuration(spec)
-    if options.is_standalone:
-        log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
-    if spec.durable_dir is not None and spec.is_elastic:
-        with said(f"--durable-dir {spec.durable_dir}"):
-            check_writable(spec.durable_dir)
-            if not spec.is_fresh:
-                refuse_finished(spec.durable_dir / spec.job)
-    with _named("--store-dir", spec.config.store.dir):
-        job_directory(spec)
-    with _named("--log-dir", options.log_dir):
+    check_folders(spec)
+    with named("--log-dir", options.log_dir):
         logs = DefaultLogsSpecs(
             log_dir=options.log_dir,
             redirects=Std.from_str(options.redirects),
             tee=Std.from_str(options.tee),
         )
+    spec = with_device(spec)
+    warning = check_job(spec, slots)
+    if warning is not None:
+        log.warning("%s", warning)
     host_signals.name(options.signals_to_handle)
     host_signals.end_at_the_first()
     try:
@@ -194,6 +170,10 @@ def run_agent(spec: JobSpec) -> int:
             "begins anew'", host, RESUMABLE, signalled,
         )  # fmt: skip
         return RESUMABLE
+    if spec.is_elastic:
+        say_configuration(spec)
+    if options.is_standalone:
+        log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
     if place.started is not None:
         say_ahead(spec)
     heard = host_signals.HeardSignals()
@@ -227,12 +207,12 @@ def attend(
     hears_notice: bool = True,
 ) -> None:
     """Drain at the first signal, stop at the second; a notice (SIGUSR1) and SIGHUP drain and count
-    as neither.
+    as neither. SIGQUIT shows all stacks, and stops.
 
     Returns at the end of the agent's loop, or ``STOP_S`` after a stop. The workers end with this
     process, in any case.
     """
-    is_leaving, stopped_at = False, None
+    is_leaving, stopped_at, shown_at = False, None, math.inf
     while loop.is_alive():
         number = heard.next(POLL_S)
         if number in host_signals.NEVER_SECOND:
@@ -241,8 +221,14 @@ def attend(
             log.info("event=signal %s: %s", signal.Signals(number).name, what)
             if is_heeded:
                 agent.leave()
+        elif number == signal.SIGQUIT:
+            if shown_at == math.inf:  # a terminal and a wrapper may both send it
+                log.warning("event=signal SIGQUIT: the stacks follow, and this host stops")
+                host_signals.show_own_stacks()
+                agent.show_stacks()
+                shown_at = time.monotonic()
         elif number is not None and is_leaving:
-            agent.stop_now(128 + number)
+            agent.stop_now(BY_SIGNAL + number)
             stopped_at = stopped_at or time.monotonic()
         elif number is not None:
             is_leaving = True
@@ -250,6 +236,9 @@ def attend(
                 "event=signal %s: draining; a second signal stops now", signal.Signals(number).name
             )
             agent.leave()
+        if stopped_at is None and time.monotonic() - shown_at > host_signals.SHOWN_S:
+            agent.stop_now(BY_SIGNAL + signal.SIGQUIT)
+            stopped_at = time.monotonic()
         if stopped_at is not None and time.monotonic() - stopped_at > STOP_S:
             log.error("event=stuck: what the agent waits for has not ended for %.0f s", STOP_S)
             return

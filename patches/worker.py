@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
+from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY, WORKER_RUN_AGAIN, WORKER_WRONG_RESULT
+from scalai.core.job.endings import RUN_AGAIN, WRONG_RESULT
 from scalai.core.messages.worker_messages import RankRefused
 from scalai.runtime.agent_folder import tell_agent
-from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.processes import die_with_parent, end_with, without_collections
 
 
@@ -66,7 +67,11 @@ def main(arguments: Sequence[str]) -> None:
         _be_refused(error)
     except SystemExit as ending:
         if ending.code:
-            _wait_to_be_rescued(f"the script left with {ending.code!r}")
+            why = _of_rerun_machine(ending.code)
+            left = f"the script left with {ending.code!r}{why}"
+            _wait_to_be_rescued(left)
+            if why or not isinstance(ending.code, int):
+                _leave_word(left)
         raise
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
@@ -76,18 +81,32 @@ def main(arguments: Sequence[str]) -> None:
         _wait_to_be_rescued(error)
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(OUT_OF_MEMORY_EXIT)
+        os._exit(WORKER_OUT_OF_MEMORY)
     except Exception as error:
         _wait_to_be_rescued(error)
         _leave_word(error)
         raise
 
 
-def _leave_word(error: Exception) -> None:
+def _of_rerun_machine(code: object) -> str:
+    """Return what the exit codes 16 and 17 of Megatron-LM's rerun state machine mean for this rank,
+    for the end of a reason; empty: the code is another's."""
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is None or code not in (WORKER_RUN_AGAIN, WORKER_WRONG_RESULT):
+        return ""
+    if code == WORKER_RUN_AGAIN:
+        return f": {RUN_AGAIN}"
+    # All ranks end with 17, also where the second result was computed elsewhere, or was the same.
+    is_own = machine.rerun_requested and machine.state.name == "RERUNNING_IN_PLACE"
+    return f": {WRONG_RESULT}" if is_own else ""
+
+
+def _leave_word(error: Exception | str) -> None:
     """Leave the script's error for torch's agent, as torch's ``record`` does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
-        text = f"{type(error).__name__}: {error}"
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 

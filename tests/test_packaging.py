@@ -62,7 +62,8 @@ ROOMS = {
         {"cuts", "experts", "pipeline"}, {"flat"},
     ),
     "launch": (
-        {"cli"}, {"run"}, {"commands"}, {"chaos"}, {"agent"}, {"coordinator"}, {"config"}, {""},
+        {"cli"}, {"run"}, {"before_start"}, {"commands"}, {"chaos"}, {"agent"}, {"coordinator"},
+        {"config"}, {""},
     ),
 }  # fmt: skip
 """Floors of a folder's rooms or files ("": all other files); each may import what comes after."""

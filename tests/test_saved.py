@@ -23,6 +23,7 @@ from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.held_states import HeldStates
 from scalai.store.files import decode
 from scalai.store.host import HostStore
+from support.command import logged
 from support.mixed_state import NUMBER, STEP, TENSORS, bits_of
 from support.tiny_job import ROWS, initial
 from support.tiny_job import advance as one_step
@@ -87,6 +88,14 @@ def test_a_saved_generation_is_inspected_verified_and_resharded(
     assert len(json.loads(run(capsys, "verify", "--json", place))["fingerprints"]) == len(TENSORS)
     run(capsys, "reshard", place, tmp_path / "one", "--tp", 1, "--dp", 1)
     assert run(capsys, "verify", place, tmp_path / "one") == f"equal: {len(TENSORS)} tensors\n"
+
+
+def test_two_models_are_told_so_before_their_tensors(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    durable = saved / "durable"
+    code, said = logged(capsys, "verify", durable / "mixed", durable / "tiny")
+    assert code == 4 and "are different models: " in said.splitlines()[0], said
 
 
 def test_a_host_attaches_a_saved_generation_and_the_coordinator_finds_it_whole(

@@ -27,7 +27,7 @@ from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.holders import Pieces, Reference
 from scalai.core.tensors.region import Box
 from scalai.runtime.codec import decode, encode
-from scalai.runtime.connections import Listener, connect
+from scalai.runtime.connections import ANY_PORT, Listener, connect
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import DATA_PLANE, service_key
 from scalai.store.files import contiguous_chunks, write_at
@@ -131,12 +131,13 @@ class DataPlaneServer:
     """
 
     def __init__(
-        self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
-    ) -> None:
+        self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0,
+        ports: range = ANY_PORT,
+    ) -> None:  # fmt: skip
         self._store, self._mutex, self._giving = store, threading.Lock(), 0
         self._listener = Listener(
             (interface, port), service_key(token, DATA_PLANE, store.host), self._talk,
-            timeout_s=DEFAULT_TIMEOUT_S, name="data-plane",
+            timeout_s=DEFAULT_TIMEOUT_S, name="data-plane", ports=ports,
         )  # fmt: skip
         address = self._listener.address
         assert not isinstance(address, str)

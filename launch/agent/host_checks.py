@@ -4,7 +4,7 @@ import logging
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scalai.core.job.endings import OUT_OF_HOST_MEMORY
@@ -13,6 +13,10 @@ from scalai.launch.config.elastic_config import ProbeConfig
 
 NAME_S = 10.0
 """Seconds for the driver to name a device, before a job starts."""
+HELD_S, HELD_LOOK_S = 30.0, 1.0
+"""Most seconds of waiting for the memory of killed workers, and between two looks."""
+SLACK_MIB = 512
+"""Memory of a device that other processes may begin to use meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,64 @@ def driver_device(commands: CommandRunner | None = None) -> str:
         text = output.strip()[-LINE:]
         raise NoAnswerError(f"nvidia-smi names no device (exit code {code}): {text!r}")
     return named[1]
+
+
+class DeviceMemory:
+    """Waits until the driver has taken back the device memory of killed workers: children of theirs
+    or a slow driver may hold it for a while, and the next model would not fit.
+
+    Make it before the first worker: more than what is used then is theirs.
+
+    Args:
+        visible: Indices or UUIDs of the job's devices (CUDA_VISIBLE_DEVICES); None: all.
+        commands: Runs ``nvidia-smi``; None: with a deadline.
+    """
+
+    def __init__(
+        self, visible: Sequence[str] | None = None, commands: CommandRunner | None = None
+    ) -> None:
+        self._visible, self._commands = visible, commands or CommandRunner(NAME_S)
+        self._before = self._used()
+
+    def wait(self, is_over: Callable[[], bool], held_s: float = HELD_S) -> None:
+        """Return once the devices are as empty as before the workers, after ``held_s`` seconds at
+        most, or ``is_over``. What is held then is another's, and counts no more."""
+        began, has_said = time.monotonic(), False
+        while self._before and not is_over():
+            used = self._used()
+            held = {
+                uuid: size - self._before.get(uuid, size)
+                for uuid, size in used.items()
+                if size - self._before.get(uuid, size) > SLACK_MIB
+            }
+            since_s = time.monotonic() - began
+            if not held:
+                return
+            text = ", ".join(f"{uuid} {size} MiB" for uuid, size in held.items())
+            if since_s > held_s:
+                log.warning("event=device_memory held=%r: the next workers start beside it", text)
+                self._before = used
+                return
+            if not has_said:
+                has_said = True
+                log.info(
+                    "event=device_memory held=%r: waiting for it, %.0f s at most", text, held_s
+                )
+            time.sleep(HELD_LOOK_S)
+
+    def _used(self) -> dict[str, int]:
+        """Return the used memory of each device in MiB; empty: the driver does not say it."""
+        try:
+            _, output = _query(self._commands, ("index", "uuid", "memory.used"))
+        except NoAnswerError:
+            return {}
+        lines = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
+        return {
+            uuid: int(used)
+            for index, uuid, used in (line for line in lines if len(line) == 3)
+            if used.isdecimal()
+            and (self._visible is None or any(_names(n, index, uuid) for n in self._visible))
+        }
 
 
 _FIELDS = ("index", "uuid", "temperature.gpu", "remapped_rows.failure", "gpu_recovery_action")

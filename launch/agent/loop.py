@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from scalai.core.errors import ScalaiError
-from scalai.core.host import events
+from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.law import advance
@@ -180,6 +180,15 @@ class Agent:
     def notice_withdrawn(self, source: str) -> None:
         """The source withdraws its notice."""
         self.put(events.NoticeWithdrawn(source))
+
+    def show_stacks(self) -> None:
+        """Log where the workers are, within moments."""
+
+        def show() -> None:
+            for round in self._performer.groups:  # the present one, and it alone answers at a time
+                tuple(self._performer.perform(actions.ShowStacks(round)))
+
+        self._loop.put(show)
 
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays in the store for a restarted agent."""

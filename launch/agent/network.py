@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from scalai.core.errors import UsageError
+from scalai.launch.config.endpoint import join_endpoint
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Variables of gloo, NCCL and TensorPipe for their interface."""
@@ -43,8 +44,8 @@ def address_towards(peer: tuple[str, int]) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"this host finds no way to the coordinator {host}:{port}: {error}. Name this host's "
-            "own address by --local-addr."
+            f"this host finds no way to the coordinator {join_endpoint(host, port)}: {error}. Name "
+            "this host's own address by --local-addr."
         ) from error
 
 

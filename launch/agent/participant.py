@@ -1,6 +1,7 @@
 """An agent as a member of its job: opening, joining, ending."""
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from scalai.core.messages.shared import JsonText
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.host_checks import HealthCheck
+from scalai.launch.agent.host_checks import DeviceMemory, HealthCheck
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import THREADS, Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.launch.agent.progress import ProgressWatch, Stacks
 from scalai.launch.agent.replica_fetch import ReplicaRate, Replicas
 from scalai.launch.agent.torch_elastic import WorkerSet
-from scalai.launch.agent.worker_group import WorkerCalls, WorkerGroups
+from scalai.launch.agent.worker_group import VISIBLE_DEVICES, WorkerCalls, WorkerGroups
 from scalai.launch.command_runner import CommandRunner
 from scalai.launch.config.constants import constant
 from scalai.launch.config.job_spec import JobSpec
@@ -192,6 +193,10 @@ class Participant:
         """The source withdraws its notice."""
         self._agent.notice_withdrawn(source)
 
+    def show_stacks(self) -> None:
+        """Log where the workers are, within moments."""
+        self._agent.show_stacks()
+
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays for a restarted agent."""
         self._agent.stop_now(code)
@@ -243,7 +248,7 @@ def open_agent(
             store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
         opened.callback(store.close)
         directory = _agent_folder(store)
-        data = DataPlaneServer(store, place.token, interface)
+        data = DataPlaneServer(store, place.token, interface, ports=spec.ports)
         opened.callback(data.close)
         succession = Succession(spec, interface, lambda: agent.state.leave.is_asked)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
@@ -265,6 +270,7 @@ def open_agent(
             rejoin=lambda: member.rejoin(),
             is_over=lambda: agent.is_over(),
             health=_health_check(spec, host),
+            memory=_device_memory(),
         )
         rate = ReplicaRate(host, constant("store.replica_slowdown"))
         performer = Performer(hands, Replicas(store, place.token, rate))
@@ -329,6 +335,11 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
         hang_s=spec.config.resize.hang_s,
     )
     return HostState(settings, slots, time.monotonic(), performer.generations())
+
+
+def _device_memory() -> DeviceMemory:
+    visible = os.environ.get(VISIBLE_DEVICES)
+    return DeviceMemory(visible.split(",") if visible else None)
 
 
 def _health_check(spec: JobSpec, host: str) -> HealthCheck:

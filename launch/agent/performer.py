@@ -19,6 +19,7 @@ from typing import Any
 
 from scalai.core.dataset.table import DATASET
 from scalai.core.errors import PeerError, ProofError, ScalaiError
+from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Done, Event, Failed, GroupOver, GroupSeen
@@ -31,14 +32,13 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import Welcome
 from scalai.launch.agent.fetch import Moving, prepare_restore
 from scalai.launch.agent.holdings import Holdings
-from scalai.launch.agent.host_checks import HealthCheck, describe_rise, oom_kills
+from scalai.launch.agent.host_checks import DeviceMemory, HealthCheck, describe_rise, oom_kills
 from scalai.launch.agent.loop import DISK, ENDS, HEALTH, MEMORY, NETWORK, THREADS
 from scalai.launch.agent.network import unheard
 from scalai.launch.agent.progress import Stacks
 from scalai.launch.agent.replica_fetch import Replicas
 from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups, obstacle, offer
 from scalai.launch.config.job_spec import JobSpec
-from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.lanes import Lanes
 from scalai.store.host import HostStore
@@ -63,6 +63,7 @@ class Hands:
         rejoin: Joins the job again with the store's content, beside the loop.
         is_over: Whether the agent must end and waits no longer.
         health: Checks this host's fitness for workers.
+        memory: Waits for the device memory of killed workers; None: not.
         lanes: Run blocking work beside the loop.
     """
 
@@ -79,6 +80,7 @@ class Hands:
     rejoin: Callable[[], None]
     is_over: Callable[[], bool]
     health: HealthCheck
+    memory: DeviceMemory | None = None
 
 
 class Performer:
@@ -338,13 +340,18 @@ class Performer:
         round, grace_s = action.round, action.grace_s
         group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
         self._ends.append(ended)
-        deadline = time.monotonic() + grace_s
+        deadline, is_alone = time.monotonic() + grace_s, not self.groups
 
         def end() -> Event:
             try:
-                while time.monotonic() < deadline and group.poll() is None and not is_over():
+                while (outcome := group.poll()) is None and time.monotonic() < deadline:
+                    if is_over():
+                        break
                     time.sleep(0.01)
                 group.end(is_over)
+                are_killed = outcome is None or bool(outcome.failures)
+                if are_killed and is_alone and self._hands.memory is not None:
+                    self._hands.memory.wait(is_over)
             except (ScalaiError, OSError):
                 log.exception("event=error host=%s workers of round %d", self._hands.host, round)
             finally:
@@ -358,7 +365,7 @@ class Performer:
         if outcome is None:
             return []
         failures = outcome.failures
-        memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in failure for failure in failures)
+        memory = any(f"exited with {WORKER_OUT_OF_MEMORY}" in failure for failure in failures)
         # A worker killed by a signal may take its peers along.
         is_chance = any("was killed by" in failure for failure in failures)
         if is_chance:

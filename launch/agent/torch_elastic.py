@@ -335,8 +335,9 @@ class WorkerSet(LocalElasticAgent):
     def _endings(self, codes: Mapping[int, int]) -> tuple[str, ...]:
         place, files = self._assigned.placement, getattr(self._pcontext, "error_files", {})
         assert place is not None
+        raised = {rank: _raised(files.get(rank - place.first_rank)) for rank in codes}
         return tuple(
-            f"rank {rank} {_ending(code)}{_raised(files.get(rank - place.first_rank))}"
+            f"rank {rank}: {raised[rank]}" if raised[rank] else f"rank {rank} {_ending(code)}"
             for rank, code in codes.items()
         )
 
@@ -541,13 +542,13 @@ def _command_of(pid: int) -> bytes:
 
 
 def _raised(error_file: str | None) -> str:
-    """Return the error in a worker's file as one line, for the end of a text."""
+    """Return the error in a worker's file as one line; empty: there is none."""
     try:
         found = json.loads(Path(error_file or os.devnull).read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # it has raised nothing, or was killed as it wrote
     said = found.get("message", "") if isinstance(found, dict) else found
-    return f": {' '.join(str(said).split())[:MOST_RAISED]}" if said else ""
+    return " ".join(str(said).split())[:MOST_RAISED]
 
 
 def _ending(exit_code: int) -> str:

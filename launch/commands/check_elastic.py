@@ -20,6 +20,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.planner.preference import KNOWN_LAYOUTS
 from scalai.launch.config.elastic_config import ElasticConfig
+from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.config.options import Options
 from scalai.launch.config.script_facts import ScriptFacts, read_script
 
@@ -105,19 +106,7 @@ def check_elastic(
     if (planner := facts.policy.preference) is not None:
         policy = replace(facts.policy, preference=planner.on_hosts(slots))
         facts = replace(facts, policy=policy)
-    check_rules(facts.limits, facts.policy)
-    most = options.max_nodes * slots
-    if (sizes := facts.policy.allowed_sizes) and min(sizes) > most:
-        raise RefusedError(
-            f"--allowed-sizes {', '.join(map(str, sizes))}: {options.max_nodes} hosts of {slots} "
-            f"workers are {most} at most, so that the job would never begin."
-        )
-    replicas = config.store.replicas
-    if "store.replicas" in config.origin and replicas >= options.max_nodes:
-        raise RefusedError(
-            f"--replicas {replicas}: other hosts keep them, and --nnodes has {options.max_nodes} "
-            f"at most. Use {options.max_nodes - 1}."
-        )
+    _check_start(options, config, facts, options.max_nodes * slots)
     worlds = worlds_of(facts.policy, options.max_nodes * slots, slots)
     gap = 1 if facts.policy.allowed_sizes else slots
     lines = folded(report(facts.limits, facts.policy, worlds), gap)
@@ -126,6 +115,38 @@ def check_elastic(
     offered = offered_degrees(facts.limits, facts.policy, worlds)
     changes = (*_changes(facts.limits, offered), *_passes(facts.policy))
     return ElasticReport(tuple(_header(facts, config)), changes, lines)
+
+
+def check_start(spec: JobSpec, most: int | None) -> None:
+    """Check a job before it starts.
+
+    Args:
+        spec: The job.
+        most: Most workers it can have; None: unknown.
+
+    Raises:
+        RefusedError: Its flags or an entry of [degrees] cannot be used, or it would never have an
+            allowed size or its replicas.
+    """
+    _check_start(spec.options, spec.config, spec.script, most)
+
+
+def _check_start(
+    options: Options, config: ElasticConfig, facts: ScriptFacts, most: int | None
+) -> None:
+    check_rules(facts.limits, facts.policy)
+    sizes, replicas = facts.policy.allowed_sizes, config.store.replicas
+    if most is not None and sizes and min(sizes) > most:
+        raise RefusedError(
+            f"--allowed-sizes {', '.join(map(str, sizes))}: {options.max_nodes} hosts of "
+            f"{most // options.max_nodes} workers are {most} at most, so that the job would never "
+            "begin."
+        )
+    if "store.replicas" in config.origin and replicas >= options.max_nodes:
+        raise RefusedError(
+            f"--replicas {replicas}: other hosts keep them, and --nnodes has {options.max_nodes} "
+            f"at most. Use {options.max_nodes - 1}."
+        )
 
 
 def offered_degrees(

@@ -117,10 +117,15 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", f"no CUDA; {os.cpu_count()} processors: CPU emulation with gloo")
 
 
+def _number_of(host: str) -> str:
+    """Return the address of a name, of either kind."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def _network() -> Iterator[Finding]:
     host = socket.gethostname()
     try:
-        yield Finding("host name", f"{host} is {socket.gethostbyname(host)}")
+        yield Finding("host name", f"{host} is {_number_of(host)}")
     except OSError as error:
         yield Finding("host name", f"{host}: {error}; name the interface by --local-addr")
     with socket.socket() as probe:
@@ -179,6 +184,6 @@ def _job(argv: Sequence[str]) -> Iterator[Finding]:
     if endpoint is not None:
         host, _ = split_endpoint(endpoint)
         try:
-            yield Finding("coordinator", f"{endpoint} is {socket.gethostbyname(host)}")
+            yield Finding("coordinator", f"{endpoint} is {_number_of(host)}")
         except OSError as error:
             yield Finding("coordinator", f"{endpoint}: {error}", is_fatal=True)

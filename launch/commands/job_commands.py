@@ -13,7 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from scalai.core.degrees.degrees import parse_request
 from scalai.core.errors import PeerError, UsageError
+from scalai.core.exit_codes import REFUSED
 from scalai.core.messages.shared import JsonText, Request
 from scalai.launch.commands.status import WAIT_S, add_flags, await_change, seconds, show
 from scalai.launch.config import slurm
@@ -28,8 +30,6 @@ from scalai.launch.config.removed import add_removed_flags, refuse_variables
 from scalai.launch.coordinator import person_calls as calls
 from scalai.runtime.calls import Channel
 from scalai.store.places import check_job, default_store_dir
-
-REFUSED = 3
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -171,6 +171,8 @@ def _scale(arguments: argparse.Namespace) -> int:
         raise UsageError("say what to change: --nproc N, --nnodes N or --degrees 'tp2 pp1'.")
     if arguments.kubernetes is not None:
         return _scale_kubernetes(arguments)
+    if arguments.degrees is not None:
+        parse_request(arguments.degrees)  # a slip needs no job to be seen
     scale = calls.Scale(
         arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )

@@ -12,6 +12,7 @@ from scalai.core.dataset.drawn import Pass
 from scalai.core.dataset.ledger import Ledger, LedgerVerdict, Lost, judge, left_of, name_of
 from scalai.core.dataset.step_lines import judge_lines, read_lines, united
 from scalai.core.errors import RefusedError, StoreError, UsageError
+from scalai.core.exit_codes import DIFFERS
 from scalai.core.jsonable import Json
 from scalai.launch.agent.durable import FINAL_LEDGER, FINISHED
 from scalai.launch.commands.plan_picture import INK, LOST, MOVED, PALE, PAPER
@@ -122,8 +123,6 @@ def _text(
     )
 
 
-DIFFERS = 4
-"""Exit code of a broken promise, as of ``ProofError``."""
 TRIES = 3
 """Tries of a read: a running job drops generations meanwhile."""
 _LINES = "rank-*.jsonl"

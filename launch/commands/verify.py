@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from scalai.converters.between.mapping import find_mapping, read_mapping
@@ -20,12 +21,10 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import is_recorded
 from scalai.converters.suspects import find_suspects, guess_text
+from scalai.core.exit_codes import DIFFERS
 from scalai.core.tensors.fingerprint import VERSION
 from scalai.launch.config.sizes import worker_number
 from scalai.launch.program import show
-
-DIFFERS = 4
-"""Exit code where two checkpoints differ, as of ``ProofError``."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -79,10 +78,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     two = others[0]
     models, warnings = _other_models(one, two)
-    lines = [*models, *compare(one, two, args.workers)]
-    warnings += [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
+    lines = [*_other_tensors(one, two)]
     if one.values.step != two.values.step:
-        lines.insert(0, f"steps {one.values.step} and {two.values.step}")
+        lines.append(f"steps {one.values.step} and {two.values.step}")
+    lines += [*models, *compare(one, two, args.workers)]
+    warnings += [f"{of.directory}: {guess_text(of)}" for of in (one, two) if of.guessed]
     if args.json:
         print(json.dumps({"is_equal": not lines, "differences": lines, "warnings": warnings}))
     else:
@@ -91,6 +91,20 @@ def run(args: argparse.Namespace) -> int:
             *(f"warning: {warning}" for warning in warnings),
         )
     return DIFFERS if lines else 0
+
+
+def _other_tensors(one: Checkpoint, two: Checkpoint) -> Iterator[str]:
+    """Yield one sentence where the two are not of one model."""
+    left, right = (
+        {tensor.name: tensor for tensor in of.placed.collection.tensors} for of in (one, two)
+    )
+    both = left.keys() & right.keys()
+    alone, others = len(left.keys() ^ right.keys()), sum(left[n] != right[n] for n in both)
+    if alone or others:
+        yield (
+            f"{one.directory} and {two.directory} are different models: {alone} tensors are in one "
+            f"of them only, {others} have another shape or dtype, {len(both) - others} are common"
+        )
 
 
 def _other_models(one: Checkpoint, two: Checkpoint) -> tuple[list[str], list[str]]:

@@ -31,6 +31,7 @@ ENDED = "coordinator.ended.json"
 ATTEMPTS, PAUSE_S = 4, 0.2
 """Attempts at a coordinator after broken connections, and seconds between them."""
 
+HIGHEST_PORT = 65535
 TOKEN_CHARACTERS = 16
 """Least length of a secret: a false server with one proof soon guesses a shorter one."""
 
@@ -113,7 +114,7 @@ def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: f
         except PeerError as error:
             if isinstance(error, SilentError) or attempt == ATTEMPTS - 1:
                 raise PeerError(
-                    f"the job's coordinator at {address[0]}:{address[1]} does not answer ({error}) "
+                    f"the job's coordinator at {join_endpoint(*address)} does not answer ({error}) "
                     "Its process may be paused, or its machine overloaded: look for "
                     "scalai.launch.coordinator.process, and end it if it hangs."
                 ) from error
@@ -208,9 +209,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     is_bracketed = name.startswith("[") and name.endswith("]")
     host = name[1:-1] if is_bracketed else name
     # A colon without brackets: an address, and nobody can tell whether its end is a port.
-    if not host or not port.isdecimal() or (":" in host and not is_bracketed):
+    is_port = port.isdecimal() and int(port) <= HIGHEST_PORT
+    if not host or not is_port or (":" in host and not is_bracketed):
         raise UsageError(
-            f"--coordinator {endpoint} is not HOST:PORT, or [ADDRESS]:PORT with an IPv6 address."
+            f"--coordinator {endpoint} is not HOST:PORT, or [ADDRESS]:PORT with an IPv6 address "
+            f"(a port is {HIGHEST_PORT} at most)."
         )
     return host, int(port)
 

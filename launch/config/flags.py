@@ -15,18 +15,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.config import slurm
 from scalai.launch.config.elastic_config import AUTO, PLANNERS, parse_source
-from scalai.launch.config.endpoint import join_endpoint
+from scalai.launch.config.endpoint import HIGHEST_PORT, join_endpoint
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
+from scalai.launch.config.parser import Parser
 from scalai.launch.config.removed import add_removed_flags, refuse_values, refuse_variables
 from scalai.runtime.processes import parse_signals
 from scalai.store.places import check_host, check_job
 
 DEFAULT_JOB = "default"
+FEWEST_PORTS = 5
 _TORCH_NO_JOB = "none"
 _TORCH_RENDEZVOUS = ("static", "c10d")
 
@@ -38,8 +41,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     out.
 
     Raises:
-        UsageError: A flag that cannot be used here; the message says what to use instead.
-        SystemExit: argparse's own errors and ``--help``, with code 2 and 0.
+        UsageError: A slip, or a flag that cannot be used here, with what to use instead.
+        SystemExit: ``--help``.
     """
     refuse_variables()
     flags = build_parser().parse_args(list(argv))
@@ -80,13 +83,15 @@ def with_own_name(argv: Sequence[str]) -> list[str]:
     return ["--rdzv-id", f"standalone-{secrets.token_hex(4)}", *argv]
 
 
-def _torchruns_parser() -> argparse.ArgumentParser:
+def _torchruns_parser() -> Parser:
     """Return torchrun's parser, under our name; it asks for no script."""
-    parser = get_args_parser()
-    parser.prog = "scalai-run"
-    # An error shows it, behind which the error itself is lost where all flags are in it.
-    parser.usage = "scalai-run [flags] script [its arguments]    (--help: all flags)"
-    parser.description = "torchrun for jobs whose resources change while they run"
+    parser = Parser(
+        prog="scalai-run",
+        usage="scalai-run [flags] script [its arguments]",
+        description="torchrun for jobs whose resources change while they run",
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's has one
+    )
     for action in parser._actions:  # argparse has no public way to make a positional optional
         if action.dest == "training_script":
             # --check-elastic needs no script; parse_options asks for one otherwise.
@@ -98,7 +103,7 @@ def _torchruns_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return torchrun's parser with our flags added; every flag may be written with - or _."""
     parser = _torchruns_parser()
     version = f"scalai {importlib.metadata.version('scalai')}"
@@ -162,6 +167,10 @@ def _add_job(add: Callable[..., None]) -> None:
     add("--host-id", metavar="NAME",
         help="name of this host in the job (default: its host name; in Slurm the "
         "node's)")  # fmt: skip
+    add("--port-range", type=_ports, metavar="LOW-HIGH",
+        help="ports for what listens on this host: a coordinator without a named port, the data "
+        "plane, the workers' stores (default: the kernel's choice); 5 or more, and one more for "
+        "each further agent of one address")  # fmt: skip
 
 
 def _add_state(add: Callable[..., None]) -> None:
@@ -331,6 +340,14 @@ def _check(flags: argparse.Namespace) -> None:
         parse_signals(flags.signals_to_handle)
     except ValueError as error:
         raise UsageError(f"--signals-to-handle {flags.signals_to_handle}: {error}.") from error
+    for name in ("redirects", "tee"):
+        try:
+            Std.from_str(getattr(flags, name))
+        except ValueError as error:
+            raise UsageError(
+                f"--{name} {getattr(flags, name)} is neither 0, 1, 2 nor 3 (none, output, error, "
+                "both), nor such a number for local ranks: 0:1,1:3."
+            ) from error
     if flags.max_restarts is not None and flags.max_restarts < 0:
         raise UsageError(f"--max-restarts {flags.max_restarts} is negative; use 0 or more.")
 
@@ -416,6 +433,18 @@ def _notice_sources(text: str) -> tuple[str, ...]:
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return sources
+
+
+def _ports(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) <= HIGHEST_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW-HIGH, 1 to {HIGHEST_PORT}")
+    if int(high) - int(low) + 1 < FEWEST_PORTS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has fewer than {FEWEST_PORTS} ports: a coordinator's, an agent's, and three "
+            "for stores at a change"
+        )
+    return int(low), int(high)
 
 
 def _probe(text: str) -> dict[str, object]:

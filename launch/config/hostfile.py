@@ -55,7 +55,8 @@ def _hosts(flags: argparse.Namespace) -> Hosts | None:
     try:
         text = Path(flags.hostfile).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {flags.hostfile}: {error}.") from error
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"--hostfile {flags.hostfile}: {why}.") from error
     return filtered(parse_hostfile(text, flags.hostfile), flags.include, flags.exclude)
 
 

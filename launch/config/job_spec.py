@@ -16,6 +16,7 @@ from scalai.launch.config.constants import constant
 from scalai.launch.config.elastic_config import AUTO, ElasticConfig, parse_config, read_text
 from scalai.launch.config.options import Options
 from scalai.launch.config.script_facts import ScriptFacts, read_script
+from scalai.runtime.connections import ANY_PORT
 
 
 def own_batch(
@@ -179,6 +180,12 @@ class JobSpec:
     def durable_dir(self) -> Path | None:
         folder = self.config.store.durable_dir
         return Path(folder) if folder else None
+
+    @property
+    def ports(self) -> range:
+        """Ports for listeners of this host without a named one."""
+        given = self.options.port_range
+        return ANY_PORT if given is None else range(given[0], given[1] + 1)
 
     @property
     def report_dir(self) -> Path | None:

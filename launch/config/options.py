@@ -51,6 +51,8 @@ class Options:
     ``kubernetes:``; None: in the durable directory, if there is one; ``none``: nowhere, and only
     the host that ``coordinator`` names starts one."""
     host_id: str | None = None
+    port_range: tuple[int, int] | None = None
+    """First and last port for listeners of this host; None: the kernel's choice."""
     domain: str | None = None
     """What this host may fail together with, such as its rack; None: nothing."""
     drained_exit_code: int = 0

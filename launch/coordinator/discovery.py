@@ -382,8 +382,8 @@ def start_coordinator(
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDED_S)
     raise PeerError(
-        f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
-        "another --coordinator HOST:PORT."
+        f"the coordinator does not answer at {join_endpoint(host, port)} after "
+        f"{JOIN_TIMEOUT_S:.0f} s. Name another --coordinator HOST:PORT."
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from scalai.core.errors import PeerError, RefusedError, UsageError
+from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.coordinator.api_servers import ASK_S
 from scalai.launch.coordinator.registers import LeaseEntry, Register
 
@@ -137,7 +138,7 @@ def second_run(root: Path, entry: LeaseEntry, unchanged_s: float) -> RefusedErro
 
 
 def named(entry: LeaseEntry) -> str:
-    where = f"{entry.host}:{entry.port}" if entry.host else "an unknown address (its file is torn)"
+    where = join_endpoint(*entry.address) if entry.host else "an unknown address (its file is torn)"
     return (
         f"run {entry.run or 'unknown'} of this job (coordinator {entry.term}, on machine "
         f"{entry.machine or 'unknown'} at {where})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from scalai.core.errors import AbsentError, PeerError
+from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.members import Member
 from scalai.runtime.connections import connect
@@ -223,7 +224,7 @@ class Losses:
             elif unlinked_s is not None and self._probe and self._probe.is_gone(host, agent):
                 live.log(
                     f"event=lost host={host}: its connections have ended, and nobody listens at "
-                    f"{agent.address[0]}:{agent.address[1]} any more"
+                    f"{join_endpoint(*agent.address)} any more"
                 )
                 live.lose(host)
             else:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from scalai.core.errors import ReplacedError, StaleError
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.job.membership import Generation
-from scalai.core.messages.actions import RESUMABLE
 from scalai.core.messages.commands import Command, Ending, Exit, Remember
 from scalai.core.messages.reports import Stalled
 from scalai.core.messages.shared import Named

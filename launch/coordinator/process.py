@@ -1,10 +1,12 @@
 """The coordinator as a process of its own: ``python -m scalai.launch.coordinator.process FOLDER
 HOST:PORT < ORDER``, the job and its token as JSON."""
 
+import errno
 import json
 import logging
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,8 +39,11 @@ from scalai.launch.coordinator.registers import (
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.coordinator.watch import Watch
 from scalai.launch.logs import configure, say
+from scalai.launch.program import named
 from scalai.launch.slow_files import drain
 
+REPORTS_S = 5.0
+"""Wait for the disk of the reports, in seconds."""
 ALONE_S = 60.0
 """Wait for a first or another agent before the coordinator ends, in seconds."""
 SWITCH_S = 0.1
@@ -65,6 +70,7 @@ def serve(
             search for this job's coordinator.
     """
     heard = _heard(spec)
+    _check_reports(spec)
     holder, newest = await_turn(spec, join_endpoint(host, port), token.decode())
     if holder is not None:
         raise UsageError(
@@ -87,6 +93,29 @@ def serve(
         address = _leave_card(coordinator, folder, host, token)
     coordinator.heard = heard
     return _run(coordinator, spec, folder, address)
+
+
+def _check_reports(spec: JobSpec) -> None:
+    """Raise ``RefusedError`` where a job that begins has no place for its reports. A successor goes
+    on without, and so does a job whose disk does not answer."""
+    folder, faults = spec.report_dir, list[OSError]()
+    if folder is None:
+        return
+
+    def look() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            faults.append(error)
+
+    looking = threading.Thread(target=look, name="reports", daemon=True)
+    looking.start()
+    looking.join(REPORTS_S)
+    with named("--report-dir", folder):
+        for fault in faults:
+            raise fault
 
 
 def _heard(spec: JobSpec) -> host_signals.HeardSignals:
@@ -180,9 +209,9 @@ def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes)
 def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
     expect_many_threads()
     log.info(
-        "event=coordinator job=%s term=%d address=%s:%d: it runs on this host. If its process "
+        "event=coordinator job=%s term=%d address=%s: it runs on this host. If its process "
         "dies, an agent of this host starts another one, and the workers train on meanwhile",
-        spec.job, coordinator.term, *address,
+        spec.job, coordinator.term, join_endpoint(*address),
     )  # fmt: skip
     _say_lease(coordinator, spec)
     if spec.options.control_file is not None:
@@ -228,6 +257,8 @@ def main() -> int:
     try:
         spec = JobSpec.from_json(order["job"])
         heard = _heard(spec)
+        if not order["is_successor"] and order["succeeds"] == "nobody":
+            _check_reports(spec)
         coordinator = open_coordinator(
             spec, folder, (host, port), token, int(order["term"]),
             is_successor=bool(order["is_successor"]), succeeds=str(order["succeeds"]),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scalai.core.errors import PeerError, StoreError, UsageError
+from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.api_servers import KubernetesApi, ask_json
 from scalai.store.lock import Owner
@@ -350,7 +351,8 @@ class KubernetesRegister:
             "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
             "metadata": {**metadata, "annotations": annotations},
             "spec": {
-                "holderIdentity": f"{entry.host}:{entry.port}", "leaseTransitions": entry.term,
+                "holderIdentity": join_endpoint(*entry.address),
+                "leaseTransitions": entry.term,
                 "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             },
         }  # fmt: skip

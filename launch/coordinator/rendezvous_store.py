@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from scalai.core.errors import PeerError
 from scalai.core.job.deadlines import STORE_READY_S
 from scalai.core.jsonable import Json
 from scalai.launch import host_signals
+from scalai.runtime.connections import ANY_PORT, listen_at
 from scalai.runtime.processes import without_collections
 
 Then = Callable[[int | PeerError], object]
@@ -50,6 +50,7 @@ class RendezvousStores:
         linger_s: Life of the process without coordinator and clients, in seconds: workers may be
             about to connect.
         open_s: Time for a ready process to open a store, in seconds; then another process is asked.
+        ports: Ports to choose free ones from.
 
     Attributes:
         process: Serves the stores at present.
@@ -61,9 +62,10 @@ class RendezvousStores:
         say: Callable[[str], None],
         linger_s: float = LINGER_S,
         open_s: float = OPEN_S,
+        ports: range = ANY_PORT,
     ) -> None:
         self._interface, self._say, self._linger_s = interface, say, linger_s
-        self._open_s = open_s
+        self._open_s, self._range = open_s, ports
         self._requests = queue.SimpleQueue[Then | int | None]()
         """Receivers of stores to open, ports of stores to close; None: the job has ended."""
         self._begin()
@@ -90,9 +92,10 @@ class RendezvousStores:
 
     def _begin(self) -> None:
         module = "scalai.launch.coordinator.rendezvous_store"
+        ports = map(str, (self._range.start, self._range.stop))
         with host_signals.blocked():
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, self._interface, str(self._linger_s)],
+                [sys.executable, "-m", module, self._interface, str(self._linger_s), *ports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -221,11 +224,10 @@ class OpenStores:
         return max(0, connections(self._open) - len(self._open))
 
 
-def _make(interface: str) -> Any:
+def _make(interface: str, ports: range) -> Any:
     from torch.distributed import TCPStore  # not in its __all__
 
-    family = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((interface, 0), family=family, backlog=2048)
+    listener = listen_at(interface, 0, ports, backlog=2048)
     return TCPStore(
         interface,
         listener.getsockname()[1],
@@ -252,8 +254,9 @@ def main() -> None:
     """Serve stores at an interface, on requests of standard input, until told to end, or without
     coordinator and clients."""
     host_signals.ignore()
+    interface, linger_s, *ports = sys.argv[1:]
     with without_collections():
-        stores = OpenStores(partial(_make, sys.argv[1]))  # imports torch
+        stores = OpenStores(partial(_make, interface, range(*map(int, ports))))  # imports torch
     _say(READY)
     for line in sys.stdin:
         request = json.loads(line)
@@ -268,7 +271,7 @@ def main() -> None:
                 answer = {"error": str(error)}
             _say(ANSWER + json.dumps(answer))
             stores.prepare()
-    _linger(stores, float(sys.argv[2]))
+    _linger(stores, float(linger_s))
     os._exit(0)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from scalai.core.errors import PeerError, RefusedError
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.exit_codes import RESUMABLE
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk
@@ -63,7 +63,7 @@ class Coordinator(Desk):
         probe: PortProbe | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        stores = stores or RendezvousStores(address[0], say)
+        stores = stores or RendezvousStores(address[0], say, ports=spec.ports)
         super().__init__(
             spec, address[0], stores, say, patience, term,
             is_successor=is_successor, probe=probe, clock=clock,
@@ -91,8 +91,9 @@ class Coordinator(Desk):
         """Hosts of the round to adopt."""
         try:
             self._server = Server(
-                address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
-            )
+                address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S,
+                ports=spec.ports,
+            )  # fmt: skip
         except PeerError:
             self._stores.end()
             raise

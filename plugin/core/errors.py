@@ -6,23 +6,25 @@ Every message has the finding, the expectation and the way out.
 import errno
 from collections.abc import Iterable
 
+from scalai.core.exit_codes import DIFFERS, FAILED, REFUSED, WRONG_USAGE
+
 
 class ScalaiError(Exception):
     """A refusal or failure of Scalai. ``exit_code`` is the command's."""
 
-    exit_code = 1
+    exit_code = FAILED
 
 
 class UsageError(ScalaiError, ValueError):
     """Wrong flags or a wrong configuration file."""
 
-    exit_code = 2
+    exit_code = WRONG_USAGE
 
 
 class RefusedError(ScalaiError, ValueError):
     """Unusable input: a damaged state, an unsupported job or version."""
 
-    exit_code = 3
+    exit_code = REFUSED
 
 
 class LayoutError(RefusedError):
@@ -44,7 +46,7 @@ class RoomError(StoreError):
 class ProofError(ScalaiError):
     """Two states have different fingerprints, but should be equal."""
 
-    exit_code = 4
+    exit_code = DIFFERS
 
 
 class MismatchError(ProofError):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, get_args
 from scalai.core.errors import AnswerError, MessageError, PeerError, ScalaiError, SilentError
 from scalai.core.messages.shared import Named, Request
 from scalai.runtime.codec import decode, encode
-from scalai.runtime.connections import Address, Listener, connect
+from scalai.runtime.connections import ANY_PORT, Address, Listener, connect
 from scalai.runtime.framing import FramedSocket
 
 __all__ = ["Address", "Channel", "Peer", "Server"]
@@ -136,6 +136,7 @@ class Server:
             sent to the caller, and logged too unless they are ``ScalaiError``.
         gone: ``gone(peer)`` is called at the end of each connection.
         send_s: Longest reading of an answer by a peer, in seconds; None: no limit.
+        ports: Ports to choose a free one from.
     """
 
     def __init__(
@@ -147,10 +148,11 @@ class Server:
         gone: Callable[[Peer], None] = lambda peer: None,
         *,
         send_s: float | None = None,
+        ports: range = ANY_PORT,
     ) -> None:
         self._requests = Named[requests]
         self._handle, self._gone, self._send_s = handle, gone, send_s
-        self._listener = Listener(address, token, self._serve)
+        self._listener = Listener(address, token, self._serve, ports=ports)
 
     @property
     def address(self) -> Address:

@@ -4,8 +4,10 @@ A client without the token costs a server little.
 """
 
 import contextlib
+import errno
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -18,6 +20,8 @@ from scalai.runtime.handshake import accept, offer
 Address = str | tuple[str, int]
 """A path (Unix socket), or an interface and a port (TCP)."""
 
+ANY_PORT = range(1)
+"""The kernel's choice."""
 BACKLOG = 4096
 """Connections kept by the kernel until they are accepted: all hosts of a job may come at once.
 Bounded by ``net.core.somaxconn``."""
@@ -46,7 +50,7 @@ def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer"
         SilentError: The listener, or the host itself, does not answer.
         PeerError: The host cannot be reached, or the connection breaks.
     """
-    name = f"{what} {address if isinstance(address, str) else f'{address[0]}:{address[1]}'}"
+    name = f"{what} {_text(address)}"
     try:
         connection = _connected(address, timeout_s)
     except TimeoutError as error:
@@ -96,6 +100,7 @@ class Listener:
         token: Token required of clients.
         serve: Serves one connection and returns at its end.
         timeout_s: As of ``FramedSocket``, for the served connections.
+        ports: Ports to choose a free one from.
     """
 
     def __init__(
@@ -106,10 +111,11 @@ class Listener:
         *,
         timeout_s: float | None = None,
         name: str = "messages",
+        ports: range = ANY_PORT,
     ) -> None:
         self._token, self._serve, self._timeout_s = token, serve, timeout_s
         self._path = address if isinstance(address, str) else None
-        self._socket = _listen(address)
+        self._socket = _listen(address, ports)
         self._mutex = threading.Lock()
         self._closing = threading.Event()
         self._handshakes: dict[FramedSocket, float] = {}
@@ -220,7 +226,28 @@ class Listener:
             log.warning("event=listener %s", text)
 
 
-def _listen(address: Address) -> socket.socket:
+def listen_at(
+    host: str, port: int, ports: range = ANY_PORT, backlog: int = BACKLOG
+) -> socket.socket:
+    """Return a listening socket at an address of this host; for port 0 at a free one of ``ports``.
+
+    Raises:
+        OSError: The address is not of this host, or no such port is free.
+    """
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    # Not from the first one: another process of this address may choose at the same moment.
+    for one in [port] if port else random.sample(ports, len(ports)):
+        try:
+            return socket.create_server((host, one), family=family, backlog=backlog)
+        except OSError as error:
+            if port or ports == ANY_PORT or error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE, f"all of --port-range {ports.start}-{ports.stop - 1} are in use; widen it"
+    )
+
+
+def _listen(address: Address, ports: range) -> socket.socket:
     """Return a listening socket.
 
     Raises:
@@ -242,9 +269,7 @@ def _listen(address: Address) -> socket.socket:
                 listener.close()
                 raise
             return listener
-        host, port = address
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        return listen_at(*address, ports)
     except OSError as error:
         raise PeerError(
             f"cannot listen on {_text(address)} ({error}). Name a free address of this host."
@@ -252,4 +277,7 @@ def _listen(address: Address) -> socket.socket:
 
 
 def _text(address: object) -> str:
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+    if not isinstance(address, tuple):
+        return str(address)
+    host, port = address[:2]  # an accepted one of IPv6 has four parts
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -11,7 +11,6 @@ processors (``order``), so that a worker's step costs nothing more.
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import platform
@@ -31,8 +30,6 @@ STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, PROVED, FIRST_WORKER = 0, 1, 2, 
 EVERY_BITS = 20
 """Bits for the number of steps between snapshots."""
 PAGE_BYTES = 8192
-OUT_OF_MEMORY_EXIT = errno.ENOMEM
-"""Exit code of a worker if these degrees do not fit into its device."""
 MAX_WORKERS = (512 - FIRST_WORKER) // 2
 FIRST_IN_STEP = FIRST_WORKER + MAX_WORKERS
 FIRST_MADE = 512

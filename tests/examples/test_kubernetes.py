@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from scalai.core.messages.actions import RESUMABLE
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import Box, whole
 from scalai.core.tensors.replicas import memory_of, ring_of

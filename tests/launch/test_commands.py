@@ -75,16 +75,6 @@ def test_a_wish_that_is_only_tried_says_that_nothing_is_changed(
     server.close()
 
 
-@pytest.mark.parametrize("command", [["verify", "a"], ["reshard", "a", "b"]])
-@pytest.mark.parametrize("workers", ["0", "-1"])
-def test_a_number_of_processes_is_one_or_more(
-    command: list[str], workers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([*command, "--workers", workers])
-    assert "is no number of processes" in capsys.readouterr().err
-
-
 def test_the_status_of_a_job_that_has_ended_says_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,43 +180,9 @@ def test_a_check_needs_no_script_but_takes_one() -> None:
         parse("--elastic", "e.toml")
 
 
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        (["--elastic", "a", "t.py", "--elastic", "b"], "given twice"),
-        (["t.py", "--elastic", "a", "--elastic=b"], "given twice"),
-        (["t.py", "--elastic"], "needs the path"),
-        (["--no-python", "t.sh"], "Python program"),
-        (["--rdzv-backend", "etcd", "t.py"], "--coordinator HOST:PORT"),
-        (["--nnodes", "4:2", "t.py"], "1 <= MIN <= MAX"),
-        (["--nnodes", "many", "t.py"], "neither N nor MIN:MAX"),
-        (["--max-restarts", "-1", "t.py"], "negative"),
-        (["--virtual-local-rank", "t.py"], "not supported"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_with_the_way_out(argv: Sequence[str], why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        parse(*argv)
-
-
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        ("--allowed-sizes=2,x", "'x' is neither a number nor LOW-HIGH"),
-        ("--allowed-sizes=0", "names no world size of 1 or more"),
-        ("--probe=guess", "--probe"),
-        ("--drained-exit-code=256", "no exit code (0 to 255)"),
-        *((f"--snapshot-every={text}", "neither a number of steps nor auto")
-          for text in ("often", "-1", "1.5", "")),
-    ],
-)  # fmt: skip
-def test_a_malformed_flag_ends_with_the_code_for_wrong_usage_in_few_lines(
-    flag: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse(flag, "t.py")
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and why in said[1] and flag.split("=")[0] in said[1]
+def test_a_configuration_is_named_once() -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        parse("t.py", "--elastic", "a", "--elastic=b")
 
 
 @pytest.mark.fault
@@ -248,13 +214,6 @@ def test_a_torchrun_of_an_older_torch_is_read_as_one_of_todays(
     monkeypatch.setattr(flags_module, "get_args_parser", older)
     assert parse("--nproc-per-node", "2", "t.py") == expected and expected.coordinator is None
     assert parse("--master-port", "29500", "t.py").coordinator == "127.0.0.1:29500"
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("names", ["SIGTERM,SIGNOTHING", "SIGTERM,SIGKILL"])
-def test_signals_that_no_process_can_handle_are_refused(names: str) -> None:
-    with pytest.raises(UsageError, match="no signal that a process can handle"):
-        parse("--signals-to-handle", names, "t.py")
 
 
 def test_a_host_that_drains_may_have_an_exit_code_of_its_own() -> None:

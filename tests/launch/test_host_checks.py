@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
+from scalai.launch.agent import host_checks
 from scalai.launch.agent.host_checks import (
+    DeviceMemory,
     DeviceProbe,
     HealthCheck,
     describe_rise,
@@ -26,6 +28,61 @@ HEALTHY = "0, GPU-aa, 34, No, None\n1, GPU-bb, 35, No, None\n"
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return install_into(tmp_path, monkeypatch)
+
+
+# ------------------------------------------------------------------ the memory of killed workers
+
+USES = """echo >> asked
+case $(wc -l < asked) in {cases} esac
+"""
+
+
+def devices(nvidia_smi: Install, folder: Path, *used: int) -> DeviceMemory:
+    """Devices of which the first uses so many MiB at each question, and at last always as much; the
+    second is another job's."""
+    cases = "".join(f"{n}) echo 0, GPU-aa, {size};; " for n, size in enumerate(used[:-1], 1))
+    asked = str(folder / "asked")
+    text = USES.format(cases=f"{cases} *) echo 0, GPU-aa, {used[-1]};;").replace("asked", asked)
+    nvidia_smi(f"{text}\necho 1, GPU-bb, $(date +%s)\n")
+    return DeviceMemory(["0"])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("used", "questions", "says"),
+    [
+        ((10, 500), 2, ""),
+        ((10, 9000, 9000, 20), 4, "event=device_memory held='GPU-aa 8990 MiB': waiting for it"),
+    ],
+    ids=["it is free at once", "it is free later"],
+)
+def test_the_memory_of_killed_workers_is_waited_for(
+    nvidia_smi: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, used: tuple[int, ...], questions: int, says: str,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO", "scalai")
+    monkeypatch.setattr(host_checks, "HELD_LOOK_S", 0.01)
+    devices(nvidia_smi, tmp_path, *used).wait(lambda: False)
+    assert len((tmp_path / "asked").read_text().splitlines()) == questions
+    assert says in caplog.text and ("event=" in caplog.text) is bool(says)
+
+
+@pytest.mark.fault
+def test_memory_that_stays_held_is_waited_for_once(
+    nvidia_smi: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = devices(nvidia_smi, tmp_path, 10, 9000)
+    memory.wait(lambda: False, held_s=0.0)
+    assert "the next workers start beside it" in caplog.text
+    caplog.clear()
+    memory.wait(lambda: False)
+    memory.wait(lambda: True)
+    assert caplog.text == ""
+
+
+def test_where_no_driver_answers_nothing_is_waited_for(nvidia_smi: Install) -> None:
+    nvidia_smi("echo No devices were found; exit 6")
+    DeviceMemory().wait(lambda: False)
 
 
 # ------------------------------------------------------------------ commands

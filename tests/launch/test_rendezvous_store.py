@@ -17,6 +17,7 @@ import pytest
 
 from scalai.core.errors import PeerError
 from scalai.launch.coordinator.rendezvous_store import OpenStores, RendezvousStores, connections
+from support.ports import free_port
 from support.stopping import stop
 from support.waiting import wait_until
 
@@ -26,12 +27,14 @@ DEADLINE_S = 120.0
 LINGER_S = 1.0
 STOPPED_S = 5.0
 """Many times what a ready process needs to open a store."""
+FIRST = free_port("127.0.0.1")
+PORTS = range(FIRST, FIRST + 100)
 Answers = queue.SimpleQueue[int | PeerError]
 
 
 @pytest.fixture(scope="module")
 def stores() -> Iterator[RendezvousStores]:
-    stores = RendezvousStores("127.0.0.1", print, LINGER_S)
+    stores = RendezvousStores("127.0.0.1", print, LINGER_S, ports=PORTS)
     yield stores
     stores.end()
     assert stores.process.wait(DEADLINE_S) == 0
@@ -58,7 +61,7 @@ def test_a_store_listens_on_one_interface_alone_until_it_is_closed(
     stores: RendezvousStores,
 ) -> None:
     ports = {opened(stores) for _ in range(3)}
-    assert len(ports) == 3
+    assert len(ports) == 3 and ports <= set(PORTS)
     for port in ports:
         assert is_open("127.0.0.1", port) and not is_open("127.0.0.2", port)
         stores.close(port)
@@ -190,7 +193,7 @@ def test_a_next_store_that_cannot_be_made_ends_none_that_is_open() -> None:
 
 def test_one_whose_coordinator_has_gone_before_it_was_ready_ends_without_a_word() -> None:
     module = "scalai.launch.coordinator.rendezvous_store"
-    command = [sys.executable, "-m", module, "127.0.0.1", "0.1"]
+    command = [sys.executable, "-m", module, "127.0.0.1", "0.1", "0", "1"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from scalai.core.messages.actions import RESUMABLE
-from scalai.launch import logs, run
+from scalai.core.exit_codes import RESUMABLE
+from scalai.launch import host_signals, logs, run
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.host_signals import HeardSignals
@@ -63,7 +63,10 @@ def attended(*numbers: int) -> Iterator[tuple[list[object], HeardSignals, thread
     return of the launcher, which comes at the loop's end at the latest."""
     orders, heard = list[object](), HeardSignals()
     over, returned = threading.Event(), threading.Event()
-    agent: Any = SimpleNamespace(leave=lambda: orders.append("leave"), stop_now=orders.append)
+    agent: Any = SimpleNamespace(
+        leave=lambda: orders.append("leave"), stop_now=orders.append,
+        show_stacks=lambda: orders.append("stacks"),
+    )  # fmt: skip
     loop = threading.Thread(target=over.wait, daemon=True)
     loop.start()
     for number in numbers:
@@ -100,6 +103,17 @@ def test_a_terminal_that_closes_drains_and_never_stops(caplog: pytest.LogCapture
         wait_until(lambda: caplog.text.count("event=signal") == 3, "all three are heeded")
         assert not returned.is_set()
     assert orders == ["leave"] * 3 and heard.count == 1
+
+
+def test_sigquit_shows_where_all_stand_and_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = threading.Event()
+    monkeypatch.setattr(host_signals, "SHOWN_S", 0.1)
+    monkeypatch.setattr(host_signals, "show_own_stacks", shown.set)
+    with attended(signal.SIGQUIT, signal.SIGQUIT) as (orders, _, _):
+        wait_until(lambda: len(orders) == 2, "it has stopped")
+        assert orders == ["stacks", 128 + 3] and shown.is_set()
 
 
 SECOND_SIGNAL_AT_THE_FIRST = """
@@ -210,23 +224,17 @@ sys.argv = ["scalai", *sys.argv[1:]]
 from scalai.launch.cli import main, scalai_run
 (main if sys.argv[1] == "doctor" else scalai_run)()
 """
-RUN = ["-m", "scalai.launch.run", "--standalone"]
 
 
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        ([*RUN, "--nproc-per-node", "x", __file__], 2,
-         "scalai-run: --nproc-per-node x: expected a number, auto, cpu or gpu"),
-        ([*RUN, "--store-dir", f"{__file__}/store", __file__], 3, "Choose another --store-dir"),
-        ([*RUN, "nosuch.py"], 2, "there is no script"),
         (["-c", WITHOUT_TORCH, "doctor"], 3, "torch is not installed for"),
         (["-c", WITHOUT_TORCH, "x.py"], 3, "torch is not installed for"),
         (["-m", "scalai", "--version"], 0, "scalai 0."),
         (["-m", "scalai.launch.cli", "--version"], 0, "scalai 0."),
     ],
-    ids=["a number", "the store", "the script", "scalai doctor", "scalai-run", "the package",
-         "the command"],
+    ids=["scalai doctor", "scalai-run", "the package", "the command"],
 )  # fmt: skip
 def test_what_a_person_can_repair_is_one_line_with_its_exit_code(
     command: list[str], code: int, says: str
@@ -236,7 +244,6 @@ def test_what_a_person_can_repair_is_one_line_with_its_exit_code(
     )
     assert done.returncode == code and says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert "nosuch.py" not in command or "event=" not in done.stderr, "it is said at once"
 
 
 def test_an_interrupt_is_no_fault_and_a_fault_of_ours_keeps_its_traceback(
@@ -444,3 +451,41 @@ def test_what_takes_long_is_said_and_said_again_and_else_not(
         if thread.name == "long-wait":
             thread.join(DEADLINE_S)
     assert count() == found, "and never when it is over"
+
+
+# ------------------------------------------------------------------ a batch script
+
+
+STUBS = {
+    "scontrol": "echo \"$@\" >> calls; [ \"$1\" = requeue ] || echo head",
+    "scalai": "exit 0",
+    "srun": "case \"$*\" in *'scalai coordinator'*) exec sleep 600;; esac; "
+    "trap 'sleep 1; exit 75' TERM; echo > begun; while :; do sleep 0.1; done",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_batch_script_of_the_docs_hands_its_own_signal_on(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As of ``--signal=B:TERM@300``, which reaches the batch shell alone."""
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    section = page.partition("## Slurm\n")[2]
+    script = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    script = [line for line in script if "SCALAI_JOB_TOKEN" not in line]
+    assert script[0] == "#!/bin/bash" and script[-1] == "exit $code"
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    batch = subprocess.Popen(
+        ["bash", "-c", "\n".join(script)], cwd=tmp_path, start_new_session=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (tmp_path / "begun").exists(), "the agents run")
+        batch.send_signal(number)
+        assert batch.wait(DEADLINE_S) == 75
+    finally:
+        os.killpg(batch.pid, signal.SIGKILL)
+        batch.wait(DEADLINE_S)
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 7"

@@ -321,7 +321,7 @@ def test_what_a_script_has_raised_is_in_the_reason_of_its_failure(host: Host, wa
     script = "raise FileNotFoundError('no\\nsuch data')\n"
     host.start(place(1, outlives_signals=True), warm=warm, script=script)
     (failure,) = host.outcome().failures
-    assert failure == "rank 2 exited with 1: FileNotFoundError: no such data"
+    assert failure == "rank 2: FileNotFoundError: no such data"
 
 
 @both

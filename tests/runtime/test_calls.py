@@ -332,3 +332,29 @@ def test_who_waits_for_this_process_is_not_silent_and_who_does_not_read_is() -> 
         assert not answering.end().errors
         other.send(b"two")
         assert next(requests) == b"two" and peer.silence_s() == 0.0
+
+
+def test_an_address_of_ipv6_serves_and_is_named_in_brackets() -> None:
+    try:
+        port = free_port("::1")
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    with pytest.raises(PeerError, match=rf"\[::1\]:{port} cannot be reached"):
+        Channel(("::1", port), TOKEN)
+    server = Server(("::1", port), TOKEN, Say, lambda peer, asked: Said(asked.text, 1))
+    with contextlib.closing(server), contextlib.closing(Channel(("::1", port), TOKEN)) as channel:
+        assert channel.call(Say("hello")) == Said("hello", 1)
+
+
+def test_listeners_share_a_range_of_ports_until_all_are_in_use() -> None:
+    first = free_port("127.0.0.1")
+    ports, servers = range(first, first + 2), list[Server]()
+    try:
+        for _ in ports:
+            servers.append(Server(("127.0.0.1", 0), TOKEN, Say, lambda *call: None, ports=ports))
+        assert {server.address[1] for server in servers} == set(ports)
+        with pytest.raises(PeerError, match=f"all of --port-range {first}-{first + 1} are in use"):
+            Server(("127.0.0.1", 0), TOKEN, Say, lambda *call: None, ports=ports)
+    finally:
+        for server in servers:
+            server.close()

@@ -12,6 +12,7 @@ from scalai.core.host.events import GroupSeen
 from scalai.core.host.state import Call, Emergency, HostSnapshot, Raised
 from scalai.core.host.step import Step
 from scalai.core.job.deadlines import FREEZE_ALL_S
+from scalai.core.job.endings import WRONG_RESULT
 from scalai.core.messages import reports
 from scalai.core.messages.worker_messages import AwaitFreeze, RankFailed, RankFrozen
 
@@ -32,7 +33,9 @@ def failed(step: Step, request: RankFailed) -> None:
     """Record a script's exception. Its process waits to be ended, and may write meanwhile. For
     ``CAUSE_S`` a dead worker is sought first, and named instead as the likely cause."""
     current = step.present()
-    if current.outcome is None:
+    # Of ranks that leave with one code, the one that is at fault may tell last.
+    is_culprit = isinstance(current.outcome, Raised) and WRONG_RESULT in request.reason
+    if current.outcome is None or is_culprit:
         raised = Raised(f"rank {request.rank}: {request.reason}", step.now)
         step.change_round(outcome=raised)
         step.do(actions.PollGroup(current.number))

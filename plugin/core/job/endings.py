@@ -7,6 +7,12 @@ OUT_OF_HOST_MEMORY = "out of host memory"
 OUT_OF_DEVICE_MEMORY = "out of device memory"
 PEER_GONE = "a collective failed: another rank may have gone"
 
+RUN_AGAIN = "Megatron-LM asks to run the step again, to tell a fault of the device from the job's"
+"""Exit code 16 of its rerun state machine (megatron-core 0.19, rerun_state_machine.py)."""
+WRONG_RESULT = "Megatron-LM computed a step twice on this rank, with two results"
+"""Exit code 17 of the same, on the rank that found it; the others end with 17 too."""
+
+_LEFT = r"the script left with (?:(?!; rank \d).)*"
 _KINDS = (
     (rf"{OUT_OF_HOST_MEMORY}|\bMemoryError|CPUAllocator: can't allocate", OUT_OF_HOST_MEMORY),
     (r"OutOfMemoryError|CUDA out of memory|exited with 12\b", OUT_OF_DEVICE_MEMORY),
@@ -23,6 +29,8 @@ _KINDS = (
     (r"killed by SIGBUS", "bus error (is the shared memory full?)"),
     (r"killed by SIGABRT", "aborted (a check of a library failed; its output says which)"),
     (r"No space left on device", "no space left on device"),
+    (re.escape(RUN_AGAIN), "a step to be run again"),
+    (re.escape(WRONG_RESULT), "a wrong result"),
 )
 
 
@@ -41,11 +49,9 @@ def kind_of(reason: str) -> str:
             return kind
     if found := re.search(r"was killed by (SIG\w+)", reason):
         return f"killed by {found[1]}"
-    if found := re.search(r"rank \d+: (the script left with .*|[A-Za-z_][\w.]*)", reason):
+    if found := re.search(rf"rank \d+: ({_LEFT}|[A-Za-z_][\w.]*)", reason):
         told = found[1]
         return told if told.startswith("the script") else f"the script raised {told}"
-    if found := re.search(r"exited with \d+: ([A-Za-z_][\w.]*)", reason):
-        return f"the script raised {found[1]}"
     if found := re.search(r"exited with (\d+)", reason):
         return f"exit {found[1]}"
     return "other"

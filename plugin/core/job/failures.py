@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scalai.core.job import proof_rules, respacing
 from scalai.core.job.assigning import failure_of, members_of, next_assignment
-from scalai.core.job.endings import kind_of
+from scalai.core.job.endings import RUN_AGAIN, kind_of
 from scalai.core.job.function_proof import Refuted
 from scalai.core.job.health import strike
 from scalai.core.job.membership import (
@@ -58,8 +58,15 @@ def fail(
     unless it ``is_free``, and a refusal outside of a change ends the job. A second standstill is
     not retried if there is an alternative.
 
+    A step that Megatron-LM wants to run again is free once.
+
     Standby workers are ended: they expected the state of a stop.
     """
+    if RUN_AGAIN in reason:
+        newest = job.newest_generation
+        step = -1 if newest is None else newest.step
+        is_free = is_free or job.budget.ran_again != step
+        job = replace(job, budget=replace(job.budget, ran_again=step))
     is_starting = job.phase is Phase.STARTING
     is_tried = _is_change(job) or (is_standstill and job.budget.tries > 0)
     is_changing = is_starting and not is_loss and is_tried
@@ -134,15 +141,16 @@ def _has_other(job: Job, reason: str) -> bool:
 
 
 def _error_of_the_script(job: Job, reason: str) -> str:
-    """Error of a script without a step so far, without its varying numbers; empty if its changing
-    surroundings may be to blame."""
+    """Error of a script without a step so far, of its first rank alone and without its varying
+    numbers; empty if its changing surroundings may be to blame."""
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
     has_stepped = job.change.ran is not None or (newest is not None and newest.step > 0)
     if has_stepped or job.phase is not Phase.STARTING or not is_own:
         return ""
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", reason)
+    first = re.split(r"; rank \d+\b", reason, maxsplit=1)[0]  # how many are seen ended is chance
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", first)
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
@@ -172,8 +180,8 @@ def rescued(report: reports.Rescued, host: str, job: Job) -> Result:
     return next_phase(answered(job, host))
 
 
-def excuse_loss(job: Job, host: str) -> Result:
-    """Refund a restart: the loss of a host, known only during the rescue, was the failure, and a
+def excuse(job: Job, text: str) -> Result:
+    """Refund a restart: ``text``, known only during the rescue, was the failure of one host, whose
     loss costs nothing."""
     emergency = job.emergency
     if emergency is None or not job.settings.is_loss_free:
@@ -183,7 +191,7 @@ def excuse_loss(job: Job, host: str) -> Result:
     left = job.budget.left + emergency.is_counted
     emergency = replace(emergency, is_counted=False, ending="")
     job = replace(job, budget=replace(job.budget, left=left, counted_round=0), failure=emergency)
-    return job, (Say(f"host {host} is lost, which was the failure; {left} restarts left"),)
+    return job, (Say(f"{text}, which was the failure; {left} restarts left"),)
 
 
 def _is_change(job: Job) -> bool:

@@ -128,6 +128,25 @@ def bar_who_hangs(
     return replace(job, health=replace(job.health, hangs=hangs, barred=barred)), tuple(lines)
 
 
+WRONG_S = 86400.0
+"""Wait of a host that has computed wrongly, in seconds: until a person has looked at it."""
+
+
+def bar_for_wrong_results(job: Job, host: str) -> Result:
+    """Leave out a host that has computed wrongly, until its agent is started anew; nothing if it is
+    left out already."""
+    if job.health.barred.get(host, 0.0) > job.now + LONGEST_S:
+        return job, ()
+    barred = {**job.health.barred, host: job.now + WRONG_S}
+    # Known as a host that hangs is: a new join ends the wait.
+    hangs = {host: 0, **job.health.hangs}
+    text = (
+        f"event=wrong_result level=WARNING host={host} has computed a step twice, with two "
+        "results: the others go on without it until its agent is started anew. Test its devices"
+    )
+    return replace(job, health=replace(job.health, barred=barred, hangs=hangs)), (Say(text),)
+
+
 def joined_anew(job: Job, host: str) -> Job:
     """The job after a host's new agent: its hangs are over, and its flapping still counts."""
     if host not in job.health.hangs:

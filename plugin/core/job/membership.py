@@ -303,6 +303,7 @@ class Budget:
         trained_s: Seconds of training progress since ``left`` last rose.
         stepped_at: Time of the newest step, by the job's clock.
         hung: Furthest step at the last hang, and hangs without a step in between.
+        ran_again: Step of the newest state when a step was last run again (-1: no state).
     """
 
     left: int = 3
@@ -313,6 +314,7 @@ class Budget:
     trained_s: float = 0.0
     stepped_at: float | None = None
     hung: tuple[int, int] = (0, 0)
+    ran_again: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

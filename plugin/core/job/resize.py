@@ -8,6 +8,7 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.job import (
     archiving,
     commits,
@@ -22,7 +23,8 @@ from scalai.core.job import (
     succession,
 )
 from scalai.core.job.deadlines import clock_of
-from scalai.core.job.failures import excuse_loss, fail
+from scalai.core.job.endings import WRONG_RESULT
+from scalai.core.job.failures import excuse, fail
 from scalai.core.job.health import joined_anew, pardon, strike
 from scalai.core.job.membership import (
     ENDED_BY_A_LOSS,
@@ -60,7 +62,7 @@ from scalai.core.job.transitions import (
     without_standby,
 )
 from scalai.core.messages import commands, events, reports
-from scalai.core.messages.actions import RESUMABLE, Action, CommitParts, Release, Say, Send
+from scalai.core.messages.actions import Action, CommitParts, Release, Say, Send
 
 REFILL_S = 3600.0
 """Training progress that earns one failure back, in seconds, in a job without its own budget."""
@@ -200,7 +202,7 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
         now=at,
     )
     job, lines = strike(hearing.forget(job, host), [host])
-    job, excused = excuse_loss(job, host)
+    job, excused = excuse(job, f"host {host} is lost")
     lines, job = (*lines, *excused), archiving.lose(replicating.give_up(job), [host])
     given_up: tuple[Action, ...] = ()
     if job.change.standby is not None and host in job.change.standby.assignment.active:
@@ -385,14 +387,20 @@ def _workers_failed(report: reports.WorkersFailed, host: str, job: Job) -> Resul
     reason = f"workers of host {host} failed: {report.reason}"
     if report.round == job.round and not report.is_refusal:
         job, asked = health.ask(job, [host], reason)
-        job, actions = _failed(report, host, job, reason)
+        if is_wrong := WRONG_RESULT in report.reason:
+            job, barred = health.bar_for_wrong_results(job, host)
+            asked, is_wrong = (*asked, *barred), bool(barred)
+        job, actions = _failed(report, host, job, reason, is_wrong=is_wrong)
         return job, (*asked, *actions)
     return _failed(report, host, job, reason)
 
 
-def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> Result:
+def _failed(
+    report: reports.WorkersFailed, host: str, job: Job, reason: str, *, is_wrong: bool = False
+) -> Result:
     if report.round == job.round and job.emergency is not None:
-        return job, (Say(reason),)
+        job, excused = excuse(job, f"host {host} computed wrongly") if is_wrong else (job, ())
+        return job, (Say(reason), *excused)
     if report.round != job.round or job.phase not in FALLIBLE:
         return job, ()
     if job.phase is Phase.SNAPSHOTTING:  # the others' snapshot may be the whole state
@@ -401,7 +409,10 @@ def _failed(report: reports.WorkersFailed, host: str, job: Job, reason: str) -> 
     reason = report.reason if report.is_refusal else reason
     if (asked := starting.start_failed(report, host, job, reason)) is not None:
         return asked
-    return fail(job, reason, is_chance=report.is_chance, is_refusal=report.is_refusal)
+    is_free = is_wrong and job.settings.is_loss_free
+    return fail(
+        job, reason, is_chance=report.is_chance, is_refusal=report.is_refusal, is_free=is_free
+    )
 
 
 @_heard.register

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from scalai.core.dataset.ledger import MOST_LOST, Lost
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.job import proof_rules, respacing
 from scalai.core.job.archiving import lose
 from scalai.core.job.assigning import next_assignment
@@ -25,7 +26,6 @@ from scalai.core.job.membership import (
 from scalai.core.job.replicating import give_up, needs_older, release_older, without
 from scalai.core.messages import commands
 from scalai.core.messages.actions import (
-    RESUMABLE,
     Action,
     BuildRound,
     EndJob,

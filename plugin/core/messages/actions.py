@@ -7,9 +7,6 @@ from scalai.core.dataset.ledger import Lost
 from scalai.core.job.membership import Assignment, Standby
 from scalai.core.messages.commands import Command
 
-RESUMABLE = 75
-"""Exit code: stopped; the same command resumes the job, or begins it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Send:

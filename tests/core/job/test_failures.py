@@ -9,6 +9,8 @@ from scalai.core.job.endings import (
     OUT_OF_DEVICE_MEMORY,
     OUT_OF_HOST_MEMORY,
     PEER_GONE,
+    RUN_AGAIN,
+    WRONG_RESULT,
     kind_of,
     rank_of,
 )
@@ -20,6 +22,7 @@ from support.laws import (
     assign_all,
     at,
     but,
+    generations,
     joined,
     kinds,
     lines,
@@ -111,10 +114,10 @@ def fail_start(job: m.Job, reason: str, **how: bool) -> m.Job:
 
 @pytest.mark.fault
 def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job() -> None:
-    job = fail_start(starting(), "rank 0 exited with 1: FileNotFoundError: no data (pid 17)")
+    job = fail_start(starting(), "rank 0: FileNotFoundError: no data (pid 17)")
     assert job.phase is Phase.STARTING and job.budget.left == 4
     again = reports.WorkersFailed(
-        job.round, "rank 1 exited with 1: FileNotFoundError: no data (pid 23)"
+        job.round, "rank 1: FileNotFoundError: no data (pid 23); rank 2: FileNotFoundError: no data"
     )
     ((code, reason),) = exits(advance_all(job, *told("a", again))[1])
     assert code == 1 and "no step was ever made" in reason
@@ -124,8 +127,8 @@ def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job(
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("rank 0 exited with 1: KeyError: 'a'", "rank 0 exited with 1: KeyError: 'b'"),
-        ("rank 0 exited with 1: DistNetworkError: lost",) * 2,
+        ("rank 0: KeyError: 'a'", "rank 0: KeyError: 'b'"),
+        ("rank 0: DistNetworkError: lost",) * 2,
         ("rank 0 was killed by SIGKILL",) * 2,
     ],
     ids=["another error", "a network", "a signal"],
@@ -196,6 +199,46 @@ def test_a_script_that_nothing_hooks_is_never_stopped_for_a_change() -> None:
     assert "nothing hooks" in lines(due)
     job, _ = advance_all(job, *told("a", reports.Hooked(job.round)))
     assert ticked(job)[0].phase is Phase.PREPARING, "what was refused is met"
+
+
+# ---------------------------------------------------------------------- Megatron-LM's rerun machine
+
+
+@pytest.mark.fault
+def test_a_step_that_megatron_runs_again_is_free_once() -> None:
+    job, lefts = training("ab", left=2), []
+    for _ in range(3):
+        job = until(failed(job, f"rank 0: the script left with 16: {RUN_AGAIN}"), Phase.RUNNING)
+        lefts.append(job.budget.left)
+        job = training("ab", left=job.budget.left, ran_again=job.budget.ran_again)
+    assert lefts == [2, 1, 0]
+    job = but(training("ab", left=0, ran_again=20), generations=generations("ab", 3))
+    assert until(failed(job, f"rank 0: {RUN_AGAIN}"), Phase.RUNNING).budget.left == 0, "it got on"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("is_first", [True, False], ids=["it tells first", "it tells last"])
+def test_a_host_that_computed_wrongly_is_left_out_at_no_restart(is_first: bool) -> None:
+    """All ranks leave with 17, and only the one with two results says so."""
+    job = training("abc", left=0, is_loss_free=True, has_emergency=True)
+    guilty = ("b", f"rank 1: the script left with 17: {WRONG_RESULT}")
+    told_by = [guilty, ("a", "rank 0: the script left with 17")]
+    for host, reason in told_by if is_first else reversed(told_by):
+        job = advance(job, events.Reported(host, reports.WorkersFailed(job.round, reason)))[0]
+        assert job.phase is Phase.FREEZING
+    job, _ = advance_all(job, *told("abc", reports.Frozen(job.round, ())))
+    job = until(job, Phase.RUNNING)
+    assert active(job) == {"a", "c"} and job.budget.left == 0
+    assert active(until(advance_all(job, joined(job, "b"))[0], Phase.RUNNING)) == {"a", "b", "c"}
+
+
+@pytest.mark.fault
+def test_a_host_that_computes_wrongly_and_cannot_be_spared_costs_restarts() -> None:
+    job = training("a", left=1, is_loss_free=True, max_hosts=2)
+    wrong = f"rank 0: the script left with 17: {WRONG_RESULT}"
+    job = until(failed(job, wrong), Phase.RUNNING)
+    assert active(job) == {"a"} and job.budget.left == 1
+    assert until(failed(job, wrong), Phase.RUNNING).budget.left == 0
 
 
 # ---------------------------------------------------------------------- losses
@@ -348,8 +391,9 @@ def test_the_only_host_that_fits_is_taken_though_it_flaps() -> None:
         ("rank 1 was killed by SIGSEGV", "segmentation fault"),
         ("rank 1 was killed by SIGBUS", "bus error (is the shared memory full?)"),
         ("rank 4: ValueError: no such file", "the script raised ValueError"),
-        ("rank 4 exited with 1: ValueError: no such file", "the script raised ValueError"),
         ("rank 4: the script left with 7", "the script left with 7"),
+        ("rank 4: the script left with 'a'; rank 5: the script left with 'a'",
+         "the script left with 'a'"),
         ("rank 4 exited with 1; rank 5 was killed by SIGKILL", "killed by SIGKILL"),
         ("its workers cannot be started: no room", "other"),
     ],

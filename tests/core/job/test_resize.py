@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scalai.core.degrees.degrees import Degrees
+from scalai.core.exit_codes import RESUMABLE
 from scalai.core.job import membership as m
 from scalai.core.job.deadlines import ANSWER_S
 from scalai.core.job.membership import Phase, active, staying
@@ -130,7 +131,7 @@ def test_a_last_host_that_leaves_before_any_step_begins_anew_by_the_same_command
     assert job.phase is Phase.STARTING
     job, _ = advance_all(job, leaving("a", job))
     _, due = advance_all(job, *told("a", reports.Stopped(job.round)))
-    assert [each.code for each in due if isinstance(each, actions.EndJob)] == [actions.RESUMABLE]
+    assert [each.code for each in due if isinstance(each, actions.EndJob)] == [RESUMABLE]
 
 
 def all_leave(**settings: Any) -> tuple[m.Job, list[actions.Action]]:
