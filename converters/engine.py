@@ -278,10 +278,11 @@ class Conversion:
         files = self._part.files([file.size_bytes for file in target.placed.files])
         chosen = set(files)
         tasks = [task for task in self.work.tasks if task.file in chosen]
+        lost = {n for n in chosen if not (partial / target.placed.files[n].path).exists()}
         unmade = _files_of_one_task(tasks)
         for number in chosen - unmade:
             os.close(make_file(partial, target.placed.files[number], target.fixed.get(number, ())))
-        open_ = [task for task in tasks if task.number not in journal.done]
+        open_ = [task for task in tasks if task.number not in journal.done or task.file in lost]
         total = sum(task.size_bytes for task in tasks)
         done = total - sum(task.size_bytes for task in open_)
         progress(done, total)

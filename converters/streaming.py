@@ -197,7 +197,7 @@ def _read_rows(job: CopyJob, task: Task, descriptor: int, left: Sequence[int]) -
                 "is not sound: check them and run again."
             )
         rows[unit.row] = combine((rows.get(unit.row, 0), after))
-    _let_go(descriptor, _begin(target, task.units[0]), task.size_bytes)
+    _let_go(descriptor, *_range(target, task))
     return rows
 
 
@@ -217,6 +217,13 @@ def _begin(target: PlacedTensors, unit: Unit) -> int:
     steps = row_major(box.shape)
     at = sum(low * step for low, step in zip(unit.block.offset, steps, strict=True))
     return int(target.begin[unit.row]) + at * np.dtype(bits_dtype(tensor.dtype)).itemsize
+
+
+def _range(target: PlacedTensors, task: Task) -> tuple[int, int]:
+    """Return begin and size of a task's bytes in its file, with the headers among them."""
+    first, last = task.units[0], task.units[-1]
+    begin = _begin(target, first)
+    return begin, _begin(target, last) + last.size_bytes - begin
 
 
 def _read_back(target: PlacedTensors, unit: Unit, descriptor: int, scratch: Scratch) -> int:
