@@ -7,7 +7,7 @@ equal only if every element is at its place.
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,8 +202,12 @@ def _read_rows(job: CopyJob, task: Task, descriptor: int, left: Sequence[int]) -
 
 
 def _let_go(descriptor: int, begin: int, size: int) -> None:
-    """Take proven bytes out of memory: it serves the next ones, and nobody needs these here."""
-    os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
+    """Give the memory of proven bytes back, if the system does that: it serves the next ones.
+
+    Fresh pages take a virtual machine several times as long as the copy into them.
+    """
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def wanted_box(box: Box, unit: Unit) -> Box:
