@@ -8,14 +8,15 @@ machine lets its page cache be dropped (``cold``), unless ``--warm`` is given. F
   without interpreter, imports and planning. ``cp_ratio_unproven``: whole, but nothing is
   fingerprinted or read back. The files have checksums, as torch saves them.
 * with ``--beside CHECKOUT``, another one of this project (with its ``.venv``) whose command takes
-  turns with ours: ``beside_ratio``, its seconds over ours, and ``cpu_ratio``, our processor time
-  over its.
+  turns with ours: ``beside_ratio`` and ``universal_beside_ratio``, its seconds over ours, and
+  ``cpu_ratio``, our processor time over its.
 * ``peak_gb``: the most anonymous and shared memory of all its processes together, at any time;
   ``budget_gb``: what ``--memory`` allowed.
 * ``megatron_ratio``: Megatron's own load and save at new degrees, under torchrun with the model
   built, over ours, whole commands, of a checkpoint of some 2 GB.
 * ``universal_ratio``: DeepSpeed's ``ds_to_universal`` over ours, whole commands, of a ZeRO-1
   checkpoint of some 2 GB (bf16, two ranks).
+* ``universal_cp_ratio``: our rate over that of ``cp`` of the same files, to that layout.
 * ``by_ranks_s``: seconds for that state from ZeRO-1 checkpoints of 4, 32 and 256 ranks.
 
 ``--small`` tries all of it with little data.
@@ -161,15 +162,24 @@ class Benchmark:
         shape = ["--hidden", str(self._size.hidden), "--layers", str(self._size.layers)]
         torchrun([str(HERE / "reshard_deepspeed.py"), *shape, "--save", str(saved)])
         self._report.add("deepspeed_gb", size_bytes(saved) / 1e9, "GB")
-        theirs, ours = [], []
+        theirs, copied, ours, before = [], [], [], []
+        flags = ["--to", "deepspeed_universal", "--memory", self._memory]
         for _ in range(self._runs):
             theirs.append(self._timed(to_universal, saved).seconds)
-            flags = ["--to", "deepspeed_universal", "--memory", self._memory]
+            copied.append(self._timed(copy_files, saved).seconds)
             ours.append(self._timed(scalai, saved, *flags).seconds)
-            self._report.say(f"ds_to_universal {theirs[-1]:.1f} s, ours {ours[-1]:.1f} s")
+            if self._beside is not None:
+                before.append(self._timed(scalai_of(self._beside), saved, *flags).seconds)
+            self._report.say(
+                f"ds_to_universal {theirs[-1]:.1f} s, cp {copied[-1]:.1f} s, ours {ours[-1]:.1f} s"
+            )
         self._report.add("universal_s", median(theirs), "s")
+        self._report.add("universal_cp_s", median(copied), "s")
         self._report.add("beside_universal_s", median(ours), "s")
         self._report.add("universal_ratio", median(theirs) / median(ours))
+        self._report.add("universal_cp_ratio", median(copied) / median(ours))
+        if before:
+            self._report.add("universal_beside_ratio", median(before) / median(ours))
         self._report.add(
             "by_ranks_s", {str(n): self._from_ranks(saved, n) for n in self._size.ranks}
         )

@@ -213,7 +213,7 @@ def _duplicate_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Dif
 def _master_differences(
     checkpoint: Checkpoint, workers: int, masters: PlacedTensors | None = None
 ) -> Iterator[Difference]:
-    """Yield masters (of these rows, or all) that do not round to the weights."""
+    """Yield masters (of these rows, a sample, or all) that do not round to the weights."""
     collection = checkpoint.placed.collection
     weights = {t.name: t for t in collection.tensors if t.name.startswith(f"{PARAM}/")}
     names = {
@@ -221,6 +221,7 @@ def _master_differences(
         for tensor in collection.tensors
         if tensor.name.startswith(f"{MAIN}/") and _weight(tensor.name) in weights
     }
+    is_sampled = masters is not None
     masters = _only(masters or checkpoint.placed, names)
     as_weights = [
         (weights[_weight(tensor.name)], box)
@@ -229,7 +230,9 @@ def _master_differences(
     renamed = PlacedTensors(
         Collection.of(as_weights), masters.file, masters.begin, masters.stride, masters.files
     )
-    yield from _differences(checkpoint, checkpoint.directory, renamed, workers, masters=masters)
+    yield from _differences(
+        checkpoint, checkpoint.directory, renamed, workers, masters=masters, is_sampled=is_sampled
+    )
 
 
 def _weight(name: str) -> str:
@@ -243,6 +246,7 @@ def _differences(
     workers: int,
     *,
     masters: PlacedTensors | None = None,
+    is_sampled: bool = False,
 ) -> Iterator[Difference]:
     """Yield differences between the rows of ``two`` and the same boxes in ``one``.
 
@@ -251,7 +255,10 @@ def _differences(
     if not len(two.collection):
         return
     copies = plan([Holder(HERE, one.placed.collection)], [Holder(HERE, two.collection)]).copies
-    files = SourceFiles(one.directory), SourceFiles(directory)
+    files = (
+        SourceFiles(one.directory, is_sampled=is_sampled),
+        SourceFiles(directory, is_sampled=is_sampled),
+    )
 
     def compare_copies(numbers: range) -> list[Difference]:
         return [
@@ -383,7 +390,7 @@ def _samples(checkpoint: Checkpoint) -> dict[str, bytes]:
     moving = _moving({tensor.name: tensor.dtype for tensor in collection.tensors})
     at_origin = (collection.offset == 0).all(axis=1) & (collection.numel() > 0)
     found: dict[str, bytes] = {}
-    files = SourceFiles(checkpoint.directory)
+    files = SourceFiles(checkpoint.directory, is_sampled=True)
     for row in np.flatnonzero(at_origin).tolist():
         tensor, box = collection.box(row)
         if tensor.name in moving and tensor.name not in found:

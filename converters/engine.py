@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -61,7 +62,7 @@ from scalai.converters.journal import (
     remove_journals,
 )
 from scalai.converters.recorded import check_report, is_recorded
-from scalai.converters.streaming import CopyJob, Gatherer, run_tasks
+from scalai.converters.streaming import CopyJob, Gatherer, make_file, run_tasks
 from scalai.converters.suspects import refuse_guessed
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.errors import (
@@ -74,7 +75,6 @@ from scalai.core.errors import (
 )
 from scalai.core.tensors.collection import Collection, split_name
 from scalai.core.tensors.fingerprint import VERSION, combine, tensor_fingerprints
-from scalai.store.files import write_at
 
 MAX_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
@@ -276,15 +276,19 @@ class Conversion:
         """Do the tasks of this part's files that are not in the journal."""
         target, limits = self.target, self.limits
         files = self._part.files([file.size_bytes for file in target.placed.files])
-        _prepare(partial, target, files)
         chosen = set(files)
         tasks = [task for task in self.work.tasks if task.file in chosen]
-        open_ = [task for task in tasks if task.number not in journal.done]
+        lost = {n for n in chosen if not (partial / target.placed.files[n].path).exists()}
+        unmade = _files_of_one_task(tasks)
+        for number in chosen - unmade:
+            os.close(make_file(partial, target.placed.files[number], target.fixed.get(number, ())))
+        open_ = [task for task in tasks if task.number not in journal.done or task.file in lost]
         total = sum(task.size_bytes for task in tasks)
         done = total - sum(task.size_bytes for task in open_)
         progress(done, total)
         with Gatherer(self.work, self.source.directory) as gatherer:
-            job = CopyJob(self.work, gatherer, partial, counted(self.work, records))
+            known = {number: target.fixed.get(number, ()) for number in unmade}
+            job = CopyJob(self.work, gatherer, partial, counted(self.work, records), known)
 
             def run(batch: Sequence[Task]) -> dict[int, Noted]:
                 return run_tasks(job, batch)
@@ -389,19 +393,10 @@ def _add_placed(digest: Any, placed: PlacedTensors) -> None:
         digest.update(np.ascontiguousarray(column).tobytes())
 
 
-def _prepare(partial: Path, target: CheckpointTarget, files: Iterable[int]) -> None:
-    """Make files in their sizes, with their known bytes."""
-    for number in files:
-        file = target.placed.files[number]
-        path = partial / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            os.ftruncate(descriptor, file.size_bytes)
-            for at, data in target.fixed.get(number, ()):
-                write_at(descriptor, memoryview(data), at)
-        finally:
-            os.close(descriptor)
+def _files_of_one_task(tasks: Iterable[Task]) -> set[int]:
+    """Return the files that their task's worker makes; there may be very many."""
+    counts = Counter(task.file for task in tasks)
+    return {number for number, count in counts.items() if count == 1}
 
 
 def _row_fingerprints(done: Done, rows: int) -> npt.NDArray[np.uint64]:

@@ -63,9 +63,12 @@ class SourceFiles:
     are not seen: make one for each look at a checkpoint, and no longer than that.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_sampled: bool = False) -> None:
+        """``is_sampled``: a few bytes of each tensor are wanted (``map_file``)."""
         self.directory = directory
-        self._maps = lru_cache(OPEN_FILES)(lambda path: map_file(directory / path))
+        self._maps = lru_cache(OPEN_FILES)(
+            lambda path: map_file(directory / path, is_sampled=is_sampled)
+        )
         self._opened = lru_cache(OPEN_FILES)(lambda path: Opened(directory / path))
 
     def __enter__(self) -> "SourceFiles":

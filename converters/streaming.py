@@ -6,15 +6,15 @@ equal only if every element is at its place.
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import PlacedTensors
+from scalai.converters.checkpoint import CheckpointFile, PlacedTensors
 from scalai.converters.checksums import Run, Runs, run_of
 from scalai.converters.journal import Noted
 from scalai.converters.source_files import SourceFiles, place_of_part
@@ -25,10 +25,16 @@ from scalai.core.tensors.dtypes import Bits, bits_dtype
 from scalai.core.tensors.fingerprint import combine, piece_fingerprint
 from scalai.core.tensors.region import Box, box_text, row_major
 from scalai.runtime.at_once import at_once
-from scalai.store.files import contiguous_chunks, read_at, slices, write_at
+from scalai.store.files import contiguous_chunks, read_at, slices, start_writing, write_at
 
 BLOCK_BYTES = 1 << 20
 """Bytes read before their checksum is taken, while in a core's cache."""
+EARLY_BYTES = 1 << 20
+"""Least bytes whose way to the disk begins before the sync. Small files go together, at it."""
+
+
+KnownBytes = Sequence[tuple[int, bytes]]
+"""Headers and the like of a file: offset and bytes."""
 
 
 class Scratch:
@@ -101,14 +107,37 @@ class Gatherer:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyJob:
-    """Shared by all tasks: the work, the gatherer of the source, the growing destination, and the
-    copies to take checksums of [copies]."""
+    """Shared by all tasks: the work, the gatherer of the source, the growing destination, the
+    copies to take checksums of [copies], and the known bytes of files not made yet, by number."""
 
     work: Work
     gatherer: Gatherer
     destination: Path
     counted: npt.NDArray[np.bool_]
+    unmade: Mapping[int, KnownBytes]
     read_back: Scratch = field(default_factory=Scratch)
+
+    def open(self, number: int) -> int:
+        """Open a file of the destination. Raises ``OSError``."""
+        file = self.work.target.files[number]
+        if number in self.unmade:
+            return make_file(self.destination, file, self.unmade[number])
+        return os.open(self.destination / file.path, os.O_RDWR)
+
+
+def make_file(directory: Path, file: CheckpointFile, known: KnownBytes) -> int:
+    """Open a file of a target, in its size and with its known bytes. Raises ``OSError``."""
+    path = directory / file.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(descriptor, file.size_bytes)
+        for at, data in known:
+            write_at(descriptor, memoryview(data), at)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def run_tasks(job: CopyJob, tasks: Sequence[Task]) -> dict[int, Noted]:
@@ -121,11 +150,10 @@ def run_tasks(job: CopyJob, tasks: Sequence[Task]) -> dict[int, Noted]:
     Raises:
         ProofError: Bytes read back differ from bytes read.
     """
-    files = job.work.target.files
     with ExitStack() as stack:
         descriptors = []
         for task in tasks:
-            descriptors.append(os.open(job.destination / files[task.file].path, os.O_RDWR))
+            descriptors.append(job.open(task.file))
             stack.callback(os.close, descriptors[-1])
         left = [_copy(job, *pair) for pair in zip(tasks, descriptors, strict=True)]
         _sync(descriptors)
@@ -142,8 +170,10 @@ def _copy(job: CopyJob, task: Task, descriptor: int) -> tuple[list[int], Sequenc
     for unit in task.units:
         buffer, fingerprint = job.gatherer.gather(unit, runs)
         left.append(fingerprint)
-        data = buffer.reshape(-1).view(np.uint8).data
-        write_at(descriptor, data, _begin(job.work.target, unit))
+        data, begin = buffer.reshape(-1).view(np.uint8).data, _begin(job.work.target, unit)
+        write_at(descriptor, data, begin)
+        if len(data) >= EARLY_BYTES:
+            start_writing(descriptor, begin, len(data))
     return left, runs.found
 
 
@@ -167,7 +197,17 @@ def _read_rows(job: CopyJob, task: Task, descriptor: int, left: Sequence[int]) -
                 "is not sound: check them and run again."
             )
         rows[unit.row] = combine((rows.get(unit.row, 0), after))
+    _let_go(descriptor, *_range(target, task))
     return rows
+
+
+def _let_go(descriptor: int, begin: int, size: int) -> None:
+    """Give the memory of proven bytes back, if the system does that: it serves the next ones.
+
+    Fresh pages take a virtual machine several times as long as the copy into them.
+    """
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def wanted_box(box: Box, unit: Unit) -> Box:
@@ -181,6 +221,13 @@ def _begin(target: PlacedTensors, unit: Unit) -> int:
     steps = row_major(box.shape)
     at = sum(low * step for low, step in zip(unit.block.offset, steps, strict=True))
     return int(target.begin[unit.row]) + at * np.dtype(bits_dtype(tensor.dtype)).itemsize
+
+
+def _range(target: PlacedTensors, task: Task) -> tuple[int, int]:
+    """Return begin and size of a task's bytes in its file, with the headers among them."""
+    first, last = task.units[0], task.units[-1]
+    begin = _begin(target, first)
+    return begin, _begin(target, last) + last.size_bytes - begin
 
 
 def _read_back(target: PlacedTensors, unit: Unit, descriptor: int, scratch: Scratch) -> int:

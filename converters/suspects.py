@@ -72,7 +72,8 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
     if checkpoint.guessed:
         yield guess_text(checkpoint)
     yield from _missing(checkpoint)
-    placed, files = checkpoint.placed, SourceFiles(checkpoint.directory)
+    placed = checkpoint.placed
+    files = SourceFiles(checkpoint.directory, is_sampled=is_sample)
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(placed.collection.tensor.tolist()):
         rows_of.setdefault(number, []).append(row)

@@ -40,7 +40,7 @@ from scalai.converters.deepspeed.loss_scale import to_plain
 from scalai.converters.deepspeed.pipeline import read_pipeline, stages_at, unit_of
 from scalai.converters.pickles import foreign
 from scalai.converters.source_files import read_steps
-from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.converters.torch_archive import ArchiveLayout, NewTensor, lay_out_archive
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES
@@ -70,8 +70,14 @@ class Archives:
     def add(self, path: str, value: Any, filled: Mapping[NewTensor, Sequence[FilePiece]]) -> None:
         """Add a file; torch reads it as ``value``."""
         archive = lay_out_archive(value, Path(path).stem)
-        for tensor, begin in zip(archive.tensors, archive.begin, strict=True):
-            for own in filled.get(tensor, ()):
+        self.add_laid_out(path, archive, [filled.get(tensor, ()) for tensor in archive.tensors])
+
+    def add_laid_out(
+        self, path: str, archive: ArchiveLayout, filled: Sequence[Sequence[FilePiece]]
+    ) -> None:
+        """Add a file with this layout; ``filled`` are the pieces of its tensors, in order."""
+        for pieces, begin in zip(filled, archive.begin, strict=True):
+            for own in pieces:
                 for part in self.shards.of_whole(own):
                     self.pieces.extend(
                         replace(piece, file=path, begin=begin + piece.begin)

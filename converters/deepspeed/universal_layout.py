@@ -20,6 +20,7 @@ of a target's.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,13 @@ from scalai.converters.deepspeed.optimizer_writer import Buffer, buffers_of, glo
 from scalai.converters.deepspeed.pipeline import TIED, LayerFile, unit_of
 from scalai.converters.deepspeed.tag_files import Tag, carried, read_dictionary, scalar_of
 from scalai.converters.pickles import Foreign, foreign, made
-from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
+from scalai.converters.torch_archive import (
+    ArchiveLayout,
+    NewTensor,
+    StoredTensor,
+    lay_out_archive,
+    read_archive,
+)
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES
@@ -517,14 +524,31 @@ def _add_global_state(draft: Draft, buffers: Sequence[Buffer]) -> None:
 def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) -> None:
     for kind in (None, *kinds):
         tensor = draft.stored(kind, name)
-        new = NewTensor(tensor.dtype, tensor.shape)
-        filled: Filled = {new: [FilePiece(tensor, whole(tensor.shape), "", 0)]}
-        value = {**_cut_entries(ranks.known.get(name), tensor.shape), "param": new}
-        draft.archives.add(f"{draft.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
+        stem, cut = kind or MASTERS, ranks.known.get(name)
+        archive = _parameter_file(stem, tensor.dtype, tensor.shape, cut)
+        pieces = [FilePiece(tensor, whole(tensor.shape), "", 0)]
+        draft.archives.add_laid_out(f"{draft.folder}/zero/{name}/{stem}.pt", archive, [pieces])
     steps = Filled()
     step = draft.step(name, steps)
-    if step:
-        draft.archives.add(f"{draft.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
+    path = f"{draft.folder}/zero/{name}/{STEPS}.pt"
+    if steps:
+        draft.archives.add_laid_out(path, _step_file(step["step"].dtype), [*steps.values()])
+    elif step:
+        draft.archives.add(path, step["step"], steps)
+
+
+# Pickling is slow, and the parameters of a model's layers are alike.
+@lru_cache(maxsize=1024)
+def _parameter_file(
+    stem: str, dtype: str, shape: tuple[int, ...], cut: ShardCut | None
+) -> ArchiveLayout:
+    value = {**_cut_entries(cut, shape), "param": NewTensor(dtype, shape)}
+    return lay_out_archive(value, stem)
+
+
+@cache
+def _step_file(dtype: str) -> ArchiveLayout:
+    return lay_out_archive(NewTensor(dtype, ()), STEPS)
 
 
 def _cut_entries(cut: ShardCut | None, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -30,10 +30,14 @@ MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; Python's mmap does not name them."""
 
+SYNC_FILE_RANGE_WRITE = 2
+"""Neither does it name the flags of sync_file_range(2)."""
+
 _STEP_BYTES = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 CHUNK_BYTES = 4 << 20
 """Bytes copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
@@ -131,12 +135,18 @@ def header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def map_file(path: str | Path) -> memoryview:
-    """Map a whole file for reading; the mapping lives as long as a view of it."""
+def map_file(path: str | Path, *, is_sampled: bool = False) -> memoryview:
+    """Map a whole file for reading; the mapping lives as long as a view of it.
+
+    ``is_sampled``: a few bytes here and there are wanted, so the system reads nothing around them.
+    """
     with open(path, "rb") as file:
         if file.seek(0, 2) == 0:
             return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if is_sampled:
+        mapping.madvise(mmap.MADV_RANDOM)
+    return memoryview(mapping)
 
 
 def read_at(descriptor: int, data: memoryview, begin: int) -> None:
@@ -153,6 +163,11 @@ def write_at(descriptor: int, data: memoryview, begin: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, begin)
         data, begin = data[count:], begin + count
+
+
+def start_writing(descriptor: int, begin: int, size: int) -> None:
+    """Have the system bring written bytes to disk, without waiting: a later sync waits less."""
+    _libc.sync_file_range(descriptor, begin, size, SYNC_FILE_RANGE_WRITE)
 
 
 def box_view(data: memoryview, begin: int, shape: Sequence[int], dtype: type) -> Bits:

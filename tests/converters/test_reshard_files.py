@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.converters import consistency
+from scalai.converters import consistency, engine
 from scalai.converters.consistency import compare, verify
 from scalai.converters.engine import Limits, table_bytes_of
 from scalai.converters.layouts import open_checkpoint
@@ -201,6 +201,26 @@ def test_a_file_that_was_replaced_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("a file")
     assert run("reshard", tmp_path / "one", tmp_path / "there", "--tp", "2", "--overwrite") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "there"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("task_bytes", [TASK_BYTES, 64], ids=["a task a file", "tasks"])
+def test_a_file_that_is_gone_when_a_run_goes_on_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task_bytes: int
+) -> None:
+    write(tmp_path / "source")
+    monkeypatch.setattr("scalai.converters.work.TASK_BYTES", task_bytes)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine, "complete", interrupt)
+        carry(open_checkpoint(tmp_path / "source"), tmp_path / "new", tp=2)
+    gone = min((tmp_path / ".new.partial").rglob("*.distcp"))
+    gone.unlink()
+    carry(open_checkpoint(tmp_path / "source"), tmp_path / "new", tp=2)
+    assert run("verify", tmp_path / "source", tmp_path / "new") == 0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_files_that_were_read_are_closed_with_their_reader(tmp_path: Path) -> None:
