@@ -144,8 +144,7 @@ def test_an_allocation_outlives_a_node_and_gives_one_back_that_is_drained(tmp_pa
         cluster.wait_for_progress({job: "RUNNING"})
         cluster.let_end()
         assert cluster.job_state(job) == "COMPLETED", cluster.logs()
-        steps = check_steps(cluster.lines())
-        assert steps == list(range(1, len(steps) + 1)), "the others hold the dead node's state"
+        check_steps(cluster.lines())
 
 
 @pytest.mark.fault
@@ -161,8 +160,7 @@ def test_an_allocation_without_its_first_node_goes_on_and_is_requeued(tmp_path: 
         cluster.wait_for_saves(1)
         cluster.wait_until(lambda: cluster.job_state(job) == "PENDING", "it is in the queue")
         assert cluster.field("job", job, "Restarts") == "1"
-        steps = check_steps(cluster.lines())
-        assert steps == list(range(1, len(steps) + 1)), "the others hold the dead node's state"
+        check_steps(cluster.lines())
 
 
 @pytest.mark.fault
@@ -249,6 +247,27 @@ def test_the_next_task_of_an_array_goes_on_where_the_time_of_the_last_one_was_ov
 
 def _throttle(cluster: SlurmCluster, array: str, tasks: int) -> None:
     cluster.run("scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={tasks}")
+
+
+# ------------------------------------------------------------------ several tasks on a node
+
+TWO_TASKS = """\
+#!/bin/bash
+export SCALAI_JOB_TOKEN=0123456789abcdef0123456789abcdef
+srun scalai-run --nnodes 2 --nproc-per-node 1 --coordinator slurm --job two $FLAGS $TRAIN
+"""
+
+
+def test_each_task_of_a_node_joins_as_a_host_of_its_own(tmp_path: Path) -> None:
+    with submitted(tmp_path) as cluster:
+        script = tmp_path / "two.sh"
+        script.write_text(TWO_TASKS)
+        job = cluster.start(script, "--nodes=1", "--ntasks=2", "--output=two.log")
+        cluster.wait_for_world(2)
+        names = [f"event=join host={name} " for name in ("n1", "n1-1")]
+        assert all(name in cluster.text() for name in names), cluster.logs()
+        cluster.let_end()
+        assert cluster.job_state(job) == "COMPLETED", cluster.logs()
 
 
 # ------------------------------------------------------------------ what cannot begin
