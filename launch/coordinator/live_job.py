@@ -111,8 +111,10 @@ class LiveJob:
         """Host, rank, kind and reason of the first failure in the newest failed round."""
         self._end: JobEnd | None = None
         self._lost_at: float | None = None
-        self.began_at = -1 if is_successor else 0
+        self._began_at = -1 if is_successor else 0
         """Step at which the present round began; -1: another coordinator began it."""
+        self.steps_made = 0
+        """Steps seen so far, repeated ones included."""
         self._interface = interface
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
@@ -195,7 +197,9 @@ class LiveJob:
 
     def note_start(self, step: int) -> None:
         """Record the workers' first step."""
-        self.began_at = max(self.began_at, step)
+        # Until then they seemed to be made.
+        self.steps_made -= max(0, min(self.state.newest, step) - max(self._began_at, 0))
+        self._began_at = max(self._began_at, step)
         if (lost := self.timeline.correct(step)) is not None:
             self.log(
                 f"event=went_back steps_lost={lost}: the script has loaded its own checkpoint, of "
@@ -351,7 +355,9 @@ class LiveJob:
     def feed(self, event: events.Event) -> None:
         """Give the law an event, and perform its actions."""
         was, was_taking_over = self.state.phase, self.state.takeover.pending is not None
-        self.state, due = advance(self.state, event)
+        before = self.state
+        self.state, due = advance(before, event)
+        self._count_steps(before)
         self._ahead.look(self.state)
         if self.sizing.note_ran(self.state.change.ran):
             self.limit()
@@ -375,6 +381,14 @@ class LiveJob:
             for number, host in self.generations.catalogue.found_damage():
                 if host in self.members:
                     self.count_damaged(host, (number,))
+
+    def _count_steps(self, before: m.Job) -> None:
+        """Count the steps since the law's state ``before``."""
+        newest = self.state.newest
+        if self._began_at < 0:
+            self._began_at = newest or -1
+        elif self.state.round == before.round:
+            self.steps_made += max(0, newest - max(before.newest, self._began_at))
 
     def hear(self, host: str, report: reports.Report) -> None:
         """Give the law a report."""
@@ -564,7 +578,7 @@ class LiveJob:
         if number is not None and not self.state.function.known:
             kept = self.generations.facts(number).get(PROVEN, [])
             self.state = m.replace_known(self.state, tuple(map(str, kept)))
-        self.began_at = step
+        self._began_at = step
         self.timeline.start(action.round, number, step, action.assignment)
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)

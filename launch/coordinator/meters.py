@@ -24,7 +24,7 @@ SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 300, 600)
 STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150)
 """Buckets of steps, in seconds."""
 MOST_STEPS = 10_000
-"""Most steps between two looks."""
+"""Most steps between two looks in the histogram."""
 _STATES = ("training", "spare", "draining", "lost")
 _AXES = ("tp", "pp", "dp", "cp", "ep")
 _KINDS = ("grow", "shrink", "degrees", "recovery", "notice")
@@ -49,8 +49,8 @@ class Meters:
         self._job = job
         self._lock = threading.Lock()
         self._before: Sight | None = None
-        self._stepped: tuple[int, float] | None = None
-        """Furthest step at the last look, and the time at which it was new."""
+        self._stepped_at: float | None = None
+        """Time of the newest step of the present round; None: it has none."""
         self._archived_at: float | None = None
         self._notices: dict[str, tuple[str, float]] = {}
         """Source and end of each leaving host's notice."""
@@ -199,22 +199,19 @@ class Meters:
                 self._training_s.labels(job).inc(more)
             else:
                 self._stopped_s.labels(job, use).inc(more)
-        if before is None or (now.round, now.began_at) != (before.round, before.began_at):
-            self._stepped = (now.began_at, now.at) if now.began_at >= 0 else None
-        if self._stepped is None:  # another coordinator's round: it counts from what is seen first
-            self._stepped = (now.step, now.at) if now.step else None
-            return
-        known, since = self._stepped
-        made = min(now.step - known, MOST_STEPS)
+        made = now.steps_made - (before.steps_made if before else 0)
+        is_same = before is not None and before.round == now.round
+        since = self._stepped_at if is_same else None
         if made <= 0:
+            self._stepped_at = since
             return
-        self._stepped = now.step, now.at
+        self._stepped_at = now.at
         self._steps.labels(job).inc(made)
         if now.samples is not None:
             self._samples.labels(job).inc(made * now.samples)
         self._last_step.labels(job).set(time.time())
-        if before and before.is_training and now.is_training and known > now.began_at:
-            for _ in range(made):
+        if since is not None and now.is_training:
+            for _ in range(min(made, MOST_STEPS)):
                 self._step_s.labels(job).observe((now.at - since) / made)
 
     def _show(self, now: Sight) -> None:

@@ -17,7 +17,8 @@ class Sight:
         at: Seconds of a monotonic clock.
         seconds: Spent so far, by use (``Spending``).
         is_training: Its workers can step.
-        step, began_at: Furthest step of the present round, and its first (-1: unknown).
+        step: Furthest step of the present round.
+        steps_made: Steps seen so far, repeated ones included.
         step_s: A usual step, in seconds; 0: unknown.
         samples: Samples of a step; None: unknown.
         hosts: Number of hosts by state.
@@ -32,7 +33,7 @@ class Sight:
     is_training: bool
     round: int
     step: int
-    began_at: int
+    steps_made: int
     step_s: float
     samples: int | None
     workers: int
@@ -70,7 +71,7 @@ class Lookout:
             is_training=job.phase in TRAINING,
             round=job.round,
             step=job.newest,
-            began_at=live.began_at,
+            steps_made=live.steps_made,
             step_s=job.change.pace.step_s,
             samples=live.sizing.step_samples,
             workers=sum(workers.values()),

@@ -205,7 +205,7 @@ def test_steps_are_counted_once_and_lost_ones_have_their_seconds(line: Line) -> 
 def test_a_new_coordinator_counts_no_step_that_another_one_has_seen(line: Line) -> None:
     seen = Seen(line)
     line.join("a").wait_for("start")
-    line.live.began_at = -1
+    line.live._began_at = -1
     for newest in (5000, 5010):
         line.live.members["a"].newest = newest
         line.pass_time(2.0)
