@@ -19,7 +19,7 @@ WARNINGS = frozenset(
         "damage", "function_differs", "given_up", "host_silent", "lost", "no_answer",
         "no_replica", "no_replica_room",
         "not_rescued", "report_failed", "restart", "snapshot_incomplete", "snapshot_refused",
-        "stood_down", "suspected", "unhooked", "went_back", "withdrawn",
+        "stood_down", "suspected", "unhooked", "went_back", "withdrawn", "wrong_result",
     }
 )  # fmt: skip
 """Coordinator's events of a loss, or a danger of one."""
