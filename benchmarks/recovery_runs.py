@@ -180,7 +180,8 @@ class ScalaiSide(Side):
         )  # fmt: skip
         address = f"{hosts.addresses[hosts.names[0]]}:29400"
         return [
-            "scalai.launch.run", "--job", "recovery-benchmark", "--host-id", host,
+            "scalai.launch.run", "--log-level", "debug", "--job", "recovery-benchmark",
+            "--host-id", host,
             "--nnodes", f"{len(hosts.names) - 1}:{len(hosts.names)}",
             "--nproc-per-node", str(SLOTS[host]), "--coordinator", address,
             "--store-dir", str(hosts.memory(host)), "--elastic", str(config),

@@ -273,7 +273,7 @@ def elastic_job(
 ) -> "Running":
     """Return the job under scalai-run, on as many ranks as the largest of its layouts has."""
     launch, script = job.elastic(folder)
-    command = ["scalai.launch.run", "--job", name, *launch]
+    command = ["scalai.launch.run", "--log-level", "debug", "--job", name, *launch]
     command += ["--nproc-per-node", str(max(layout.ranks for layout in layouts))]
     command += ["--store-dir", str(folder / "store")]
     if reports is not None:

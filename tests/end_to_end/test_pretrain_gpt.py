@@ -74,6 +74,22 @@ def real_text(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.fault
+@pytest.mark.campaign
+def test_a_host_that_megatron_finds_to_compute_wrongly_is_named_at_no_restart(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    """By errors that its rerun state machine injects; it leaves with 17."""
+    inject = ["--rerun-mode", "validate_results", "--error-injection-rate", "30",
+              "--error-injection-type", "transient_error"]  # fmt: skip
+    saves = ["--save", str(tmp_path / "saved"), "--train-iters", "20"]
+    flags = [*mock_data(tmp_path), *inject, *saves]
+    job = Job(tmp_path / "wrong", 2, {2: "tp1"}, flags, launcher_flags=("--nnodes", "1:2"))
+    jobs.append(job)
+    job.wait_until(lambda: "; 3 restarts left" in job.log, "it starts again")
+    assert "event=wrong_result" in job.log and "kind='a wrong result'" in job.log, job.log
+
+
 DISTRIBUTED = [
     "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
     "--ddp-bucket-size", "20000",

@@ -141,7 +141,7 @@ def bar_for_wrong_results(job: Job, host: str) -> Result:
     # Known as a host that hangs is: a new join ends the wait.
     hangs = {host: 0, **job.health.hangs}
     text = (
-        f"event=wrong_result level=WARNING host={host} has computed a step twice, with two "
+        f"event=wrong_result host={host} has computed a step twice, with two "
         "results: the others go on without it until its agent is started anew. Test its devices"
     )
     return replace(job, health=replace(job.health, barred=barred, hangs=hangs)), (Say(text),)
