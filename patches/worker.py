@@ -106,7 +106,7 @@ def _leave_word(error: Exception | str) -> None:
     """Leave the script's error for torch's agent, as torch's ``record`` does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}".rstrip(": ")
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 

@@ -82,7 +82,7 @@ def test_a_host_that_megatron_finds_to_compute_wrongly_is_named_at_no_restart(
     """By errors that its rerun state machine injects; it leaves with 17."""
     inject = ["--rerun-mode", "validate_results", "--error-injection-rate", "30",
               "--error-injection-type", "transient_error"]  # fmt: skip
-    saves = ["--save", str(tmp_path / "saved"), "--train-iters", "20"]
+    saves = ["--save", str(tmp_path / "saved"), "--save-interval", "1000", "--train-iters", "20"]
     flags = [*mock_data(tmp_path), *inject, *saves]
     job = Job(tmp_path / "wrong", 2, {2: "tp1"}, flags, launcher_flags=("--nnodes", "1:2"))
     jobs.append(job)
