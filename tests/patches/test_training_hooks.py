@@ -48,6 +48,7 @@ class FakeSession:
         self.boundaries: list[tuple[int | None, int | None]] = []
         self.within: list[bool] = []
         self.draws: list[tuple[Draw, ...]] = []
+        self.even: list[str] = []
 
     def report_facts(self, **facts: Any) -> None:
         self.facts.update(facts)
@@ -64,6 +65,9 @@ class FakeSession:
             saved["progress"] |= {"iteration": self.restorable_step, "consumed_train_samples": 40}
             put(saved)
         return restore
+
+    def keep_even(self, why: str) -> None:
+        self.even.append(why)
 
     def note_draws(self, *draws: Draw) -> None:
         self.draws.append(draws)
@@ -369,6 +373,13 @@ def test_why_no_further_pass_is_made_is_told_with_the_numbers(
         lambda framework: framework.train_step(FakeOptimizer()), hidden_dropout=0.1, **flags
     )
     assert all(text in session.numbers[0].obstacle for text in said)
+
+
+def test_a_session_hears_why_replicas_make_equally_many_passes() -> None:
+    hooked(session := FakeSession())
+    assert session.even == []
+    hooked(session, num_experts=8)
+    assert "--num-experts" in session.even[0]
 
 
 def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_imported(
