@@ -120,7 +120,7 @@ def test_abbreviations_of_several_flags_are_the_scripts_own() -> None:
 
 @pytest.mark.parametrize("wrong", [["--metrics-port", "70000"], ["--on-event", "'x"]])
 def test_a_wrong_value_is_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match=wrong[0]):
         parse_options([*wrong, "script.py"])
 
 

@@ -457,35 +457,35 @@ def test_what_takes_long_is_said_and_said_again_and_else_not(
 
 
 STUBS = {
-    "scontrol": "echo \"$@\" >> calls; [ \"$1\" = requeue ] || echo head",
+    "scontrol": 'echo "$@" >> calls',
     "scalai": "exit 0",
+    "scancel": 'echo "$@" >> calls; kill -USR1 $(<agents)',
     "srun": "case \"$*\" in *'scalai coordinator'*) exec sleep 600;; esac; "
-    "trap 'sleep 1; exit 75' TERM; echo > begun; while :; do sleep 0.1; done",
+    "trap 'sleep 1; exit 75' USR1; echo $$ > agents; while :; do sleep 0.1; done",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_batch_script_of_the_docs_hands_its_own_signal_on(
-    number: signal.Signals, tmp_path: Path
+def test_the_batch_script_hands_its_own_signal_on_and_requeues_what_was_saved(
+    tmp_path: Path,
 ) -> None:
-    """As of ``--signal=B:TERM@300``, which reaches the batch shell alone."""
-    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    section = page.partition("## Slurm\n")[2]
-    script = [line[4:] for line in section.splitlines() if line.startswith("    ")]
-    script = [line for line in script if "SCALAI_JOB_TOKEN" not in line]
-    assert script[0] == "#!/bin/bash" and script[-1] == "exit $code"
+    """As of ``--signal=B:USR1@300``, which reaches the batch shell alone."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o700)
-    batch = subprocess.Popen(
-        ["bash", "-c", "\n".join(script)], cwd=tmp_path, start_new_session=True,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
-    )  # fmt: skip
+    (tmp_path / "token").write_text("a secret of this job")
+    given = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOKEN": str(tmp_path / "token"),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "j", "SLURM_CPUS_ON_NODE": "1",
+        "SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n1",
+    }  # fmt: skip
+    script = Path(__file__).parents[2] / "examples" / "slurm" / "allocation.sh"
+    batch = subprocess.Popen(["bash", script], cwd=tmp_path, start_new_session=True, env=given)
     try:
-        wait_until(lambda: (tmp_path / "begun").exists(), "the agents run")
-        batch.send_signal(number)
-        assert batch.wait(DEADLINE_S) == 75
+        wait_until((tmp_path / "agents").exists, "the agents run")
+        batch.send_signal(signal.SIGUSR1)
+        assert batch.wait(DEADLINE_S) == 0
     finally:
         os.killpg(batch.pid, signal.SIGKILL)
         batch.wait(DEADLINE_S)
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 7"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["--signal=USR1 7", "requeue 7"]

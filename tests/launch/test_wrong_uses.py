@@ -47,7 +47,7 @@ USES = (
     ("scalai-run --snapshot-every 1.5 ok.py", 2, "neither a number of steps nor auto"),
     ("scalai-run --snapshot-every '' ok.py", 2, "neither a number of steps nor auto"),
     ("scalai-run --probe foo ok.py", 2, "--probe: 'foo' is none of nvidia-smi, command:CMD"),
-    ("scalai-run --preemption foo ok.py", 2, "'foo' is none of signal, file:PATH, aws"),
+    ("scalai-run --preemption foo ok.py", 2, "'foo' is none of signal, slurm, file:PATH, aws"),
     ("scalai-run --signals-to-handle SIGFOO ok.py", 2, "no signal that a process can handle"),
     ("scalai-run --signals-to-handle SIGTERM,SIGKILL ok.py", 2, "'SIGKILL' is no signal"),
     ("scalai-run --redirects 9 ok.py", 2, "--redirects 9 is neither 0, 1, 2 nor 3"),

@@ -211,13 +211,13 @@ def test_a_read_that_waits_for_a_stopped_mount_is_told_of_and_goes_on_with_it(
 
     def let_go() -> None:
         try:
-            wait_until(lambda: "event=read_waits" in caplog.text, "the read is told of")
+            wait_until(lambda: f"path={prefix}.bin" in caplog.text, "the read is told of")
         finally:
             os.kill(corpus.process, signal.SIGCONT)
 
     threading.Thread(target=let_go, daemon=True).start()
     assert np.array_equal(data[7], wanted)
-    assert f"path={prefix}.bin" in caplog.text and "kill -CONT" in caplog.text
+    assert "event=read_waits" in caplog.text and "kill -CONT" in caplog.text
 
 
 @needs_fuse
