@@ -323,7 +323,8 @@ class MetricsServer:
         self._wanted, self._text, self._kind, self._again_s = address, text, kind, again_s
         self._end = threading.Event()
         self._listener: _Listener | None = None
-        threading.Thread(target=self._serve, name="metrics", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._thread.start()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -333,8 +334,11 @@ class MetricsServer:
 
     def close(self, within_s: float = 0.0) -> None:
         self._end.set()
-        if self._listener is not None:
-            self._listener.server_close()
+        if (listener := self._listener) is not None:
+            # It waits for the loop of the listener, which looks each half second.
+            threading.Thread(target=listener.shutdown, daemon=True).start()
+            self._thread.join(within_s)
+            listener.server_close()
 
     def _serve(self) -> None:
         has_failed = False

@@ -317,6 +317,9 @@ def server() -> Iterator[MetricsServer]:
     wait_until(lambda: server.address, "it listens")
     yield server
     server.close()
+    wait_until(
+        lambda: all(each.name != "metrics" for each in threading.enumerate()), "its thread ends"
+    )
 
 
 def get(server: MetricsServer, path: str = "/metrics") -> tuple[int, bytes]:
