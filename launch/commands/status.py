@@ -94,7 +94,8 @@ def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> 
     while True:
         status = ask()
         if (status["degrees"], _working(status)) == wanted and status["phase"] == "running":
-            print(change_text(status["last_resize"]))
+            if (last := status["last_resize"]) is not None:  # a new coordinator knows of none
+                print(change_text(last))
             return 0
         failed = status["failed_changes"] if failed is None else failed
         if news := [each for each in status["failed_changes"] if each not in failed]:

@@ -423,8 +423,9 @@ def _host_loss(job: Job, step: int) -> Json:
     if len(active(job)) < 2 and len(job.hosts) < 2:
         where = "--durable-dir" if job.copies.archived else "no disk"
         return {"steps": None, "why": f"no other host has the state, and {where} has a generation"}
-    made = job.copies.replicated
-    kept = [each for each in job.states.generations if made and each.number <= made[0]]
+    number, holders = job.copies.replicated or (-1, frozenset())
+    is_there = holders <= job.hosts.keys()
+    kept = [each for each in job.states.generations if is_there and each.number <= number]
     if not kept:
         return {"steps": None, "why": "other hosts have no replicas of it yet"}
     why = f"others have generation {kept[-1].number}"
