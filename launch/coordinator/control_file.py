@@ -16,21 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalai.core.errors import ScalaiError, UsageError
+from scalai.launch.coordinator.person_calls import Scale
 
 LOOK_S = 1.0
 """Seconds between two looks; a change is read once it has stood still for one."""
 MOST_BYTES = 4096
 
 log = logging.getLogger("scalai.coordinator")
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """As ``scalai scale``."""
-
-    nproc: int | None = None
-    nnodes: int | None = None
-    degrees: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ def _scale(given: dict[str, str]) -> Scale:
         if text is not None and (not text.isdecimal() or not 0 < int(text[:9]) < 1 << 24):
             raise UsageError(f"{flag} {text[:40]!r}: expected a number of 1 or more.")
         counts[flag] = None if text is None else int(text)
-    return Scale(counts["--nproc"], counts["--nnodes"], given.get("--degrees"))
+    return Scale(counts["--nproc"], counts["--nnodes"], given.get("--degrees"), dry_run=False)
 
 
 class ControlFile:

@@ -254,7 +254,7 @@ class Desk:
 
     def _obey(self, order: control_file.Order) -> str:
         match order:
-            case control_file.Scale(nproc, nnodes, degrees):
+            case Scale(nproc, nnodes, degrees):
                 return str(scale(self.live, nproc, nnodes, degrees, dry_run=False)["reason"])
             case control_file.Drain(host):
                 return self._drain(host)

@@ -27,12 +27,12 @@ from scalai.launch.coordinator.control_file import (
     ControlFile,
     Drain,
     Order,
-    Scale,
     Snapshot,
     read_order,
     unsafe,
 )
 from scalai.launch.coordinator.feeds import EventsFile, MetricsFile, MetricsServer, OnEvent
+from scalai.launch.coordinator.person_calls import Scale
 from scalai.launch.coordinator.sight import Lookout
 from scalai.launch.log_events import MILESTONES, MOST_JSON, read_line
 from scalai.launch.logs import JsonLines
@@ -462,8 +462,8 @@ def test_events_that_come_faster_than_the_command_are_left_out(
     [
         ("", None),
         ("# nothing\n\n", None),
-        ("scale --nproc 4 --degrees 'tp2 pp1'\n", Scale(4, None, "tp2 pp1")),
-        ("# for tonight\nscale --nnodes 2", Scale(None, 2, None)),
+        ("scale --nproc 4 --degrees 'tp2 pp1'\n", Scale(4, None, "tp2 pp1", dry_run=False)),
+        ("# for tonight\nscale --nnodes 2", Scale(None, 2, None, dry_run=False)),
         ("drain host-3   # its fan is loud\n", Drain("host-3")),
         ("snapshot", Snapshot()),
     ],
@@ -561,9 +561,9 @@ def test_orders_do_what_a_person_with_the_token_does(line: Line) -> None:
     with pytest.raises(UsageError, match="Hosts: a, b"):
         line.coordinator.obey(Drain("c"))
     with pytest.raises(UsageError, match="99"):
-        line.coordinator.obey(Scale(nproc=None, degrees="tp99"))
+        line.coordinator.obey(Scale(None, None, "tp99", dry_run=False))
     assert line.coordinator.obey(Snapshot())
     assert line.logged("event=snapshot_asked")
-    assert "TP" in line.coordinator.obey(Scale(nproc=2))
+    assert "TP" in line.coordinator.obey(Scale(2, None, None, dry_run=False))
     line.coordinator.obey(Drain("b"))
     assert line.live.state.hosts["b"].is_leaving and line.logged("event=leaving host=b")
