@@ -71,7 +71,7 @@ def test_a_job_that_fits_in_no_other_way_goes_on_in_host_memory_and_comes_back(
         assert line["is_spilled"] == (spilled if line["world"] == 1 else [False, False])
     logs, name = agents.text(), "parameters" if spilled[1] else "optimizer"
     assert f"offload none -> {name}, the next candidate after an out-of-memory" in logs
-    assert f"offload {name} -> none" in logs and f" offload={name}" in logs
+    assert f"offload {name} -> none" in logs and f", offload {name}; paused" in logs
 
 
 @pytest.mark.campaign

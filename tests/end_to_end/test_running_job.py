@@ -407,10 +407,13 @@ def test_shards_of_two_steps_are_no_state(shards: Agents) -> None:
     (shards.folder / "raise-late-1").touch()
     report = went_on(shards, changes)
     assert report["step"] % 7 == 0 and 1 <= report["steps_lost"] <= 8, report
-    assert shards.text().count("event=not_rescued step=") == unrescued + 2, shards.logs()
     passed_over = report["recovery"]["others"]
-    assert [each["origin"] for each in passed_over[:2]] == ["survivors"] * 2, report
-    assert passed_over[0]["step"] == passed_over[1]["step"] + 1, report
+    steps = [each["step"] for each in passed_over if each["origin"] == "survivors"]
+    newest = steps[0]
+    tried = [newest, newest - 1] if newest - 1 > report["step"] else [newest]  # else the snapshot's
+    assert steps == tried, report
+    counted = shards.text().count("event=not_rescued step=")
+    assert counted == unrescued + len(tried), shards.logs()
     assert all(each["why"] for each in passed_over), report
 
 
