@@ -32,6 +32,8 @@ ENDS_S = 20.0
 """Seconds without progress before the injection is undone."""
 STARTS = 4
 """Most starts of a failing agent."""
+LED = 4
+"""Most times that the job is led to a station that its recoveries pass by."""
 Say = Callable[[str], None]
 
 
@@ -230,11 +232,20 @@ class Chaos:
         injected = injector_of(fault).inject(scene)
         outcome = FaultOutcome(fault, step=step, limit=limit)
         sign = _Sign(fault, injected, watch, from_here, wall)
+        led_at = [wall]
 
         def is_seen() -> bool:
             if scene.before and watch.rounds_since(wall):
                 self._start_again(scene.before)  # it shows once the host is back
-            return sign.is_there()
+            is_there = sign.is_there()
+            if is_there or injected.again is None:
+                return is_there
+            rounds = watch.rounds_since(led_at[-1])
+            if rounds and len(led_at) < LED and self._is_back(step_to_pass(step, rounds), {}):
+                self._say(f"  {fault.at} was passed by: once more, at step {watch.step}")
+                led_at.append(time.time())
+                injected.again()
+            return False
 
         if watch.wait(is_seen, plan.bite_s):
             struck = (injected.struck_at and injected.struck_at()) or wall

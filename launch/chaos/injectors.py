@@ -202,15 +202,24 @@ def _arm(scene: Scene) -> Injected:
     scene.undo.callback(path.unlink, missing_ok=True)
     if SIGNALS[fault.kind.name] == "SIGSTOP":
         scene.undo.callback(_let_go_on, scene)
-    if trigger == "kill-worker":
-        processes.send(_another_worker(scene), signal.SIGKILL)
-    elif trigger == "term-agent":
-        processes.send(scene.agent(), signal.SIGTERM)
+
+    def lead_there() -> None:
+        if trigger == "kill-worker":
+            processes.send(_another_worker(scene), signal.SIGKILL)
+        else:
+            processes.send(scene.agent(), signal.SIGTERM)
+
+    if trigger:
+        lead_there()
 
     def struck_at() -> float | None:
         return reached.stat().st_ctime if reached.exists() else None
 
-    return Injected(lambda: f"station {fault.at.station}" if reached.exists() else "", struck_at)
+    return Injected(
+        lambda: f"station {fault.at.station}" if reached.exists() else "",
+        struck_at,
+        lead_there if trigger == "kill-worker" else None,
+    )
 
 
 def _another_worker(scene: Scene) -> int:

@@ -214,11 +214,14 @@ class Injected:
     """A fault after its injection or preparation.
 
     ``seen`` returns evidence of the injection beyond the job's own words, empty until there is any;
-    ``struck_at`` returns its wall-clock time, None until it strikes.
+    ``struck_at`` returns its wall-clock time, None until it strikes; ``again`` leads the job there
+    once more, None where nothing does: a recovery passes a station by where it needs it not, as
+    that of a worker that is killed just behind a snapshot writes none.
     """
 
     seen: Callable[[], str] | None = None
     struck_at: Callable[[], float | None] | None = None
+    again: Callable[[], None] | None = None
 
 
 def settings_of(folder: Path) -> StartSettings:
