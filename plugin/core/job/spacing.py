@@ -4,7 +4,8 @@ training lost at a failure.
 Source: J. W. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17 (9), 1974; J. T. Daly, "A higher order estimate of the optimum
 checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006: its
-first-order term. Differs in: bounds, because both the cost and the rate are estimates.
+first-order term. Differs in: bounds, because both the cost and the rate are estimates, and a rare
+long way back is worse for a person than its mean says.
 """
 
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ arXiv 2407.21783, section 3.3.4)."""
 
 LEAST_S, MOST_S = 10.0, 3600.0
 """Snapshots are so far apart, at least and at most."""
+CHEAP_S, CHEAP = 600.0, 1e-3
+"""And at most so far, where that adds no more than this share to the training: a failure that comes
+early in a job's life, or more often than assumed, then costs minutes."""
 LEAST_DURATIONS = 4.0
 """And at least so many times as long as one is written."""
 MOST_STEPS = 1_000_000
@@ -56,7 +60,12 @@ def interval_s(cost_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
     cost_s = cost_s if isfinite(cost_s) and cost_s > 0 else 0.0
     write_s = write_s if isfinite(write_s) and write_s > 0 else 0.0
     least_s = min(MOST_S, max(LEAST_S, LEAST_DURATIONS * write_s))
-    return min(MOST_S, max(least_s, sqrt(2.0 * cost_s * mtbf_s)))
+    return max(least_s, min(longest_s(cost_s), sqrt(2.0 * cost_s * mtbf_s)))
+
+
+def longest_s(cost_s: float) -> float:
+    """Longest interval between two snapshots, in seconds of training, by the cost of one; >= 0."""
+    return min(MOST_S, max(CHEAP_S, cost_s / CHEAP))
 
 
 def steps_of(interval_s: float, step_s: float) -> int:

@@ -27,6 +27,7 @@ from scalai.core.job.spacing import (
     StepTimes,
     interval_s,
     is_noticeable,
+    longest_s,
     mtbf_s,
     steps_of,
 )
@@ -130,11 +131,19 @@ def lost(apart_s: float, cost_s: float, between_s: float) -> float:
 @given(COSTS, TIMES)
 def test_no_other_interval_within_the_bounds_loses_less(cost_s: float, between_s: float) -> None:
     apart_s = interval_s(cost_s, between_s)
-    assert LEAST_S <= apart_s <= MOST_S
+    assert LEAST_S <= apart_s <= longest_s(cost_s) <= MOST_S
     for other in (apart_s / 1.5, apart_s * 1.5):
-        if LEAST_S <= other <= MOST_S:
+        if LEAST_S <= other <= longest_s(cost_s):
             least = lost(apart_s, cost_s, between_s)
             assert lost(other, cost_s, between_s) >= least * (1 - 1e-9)
+
+
+@given(COSTS)
+def test_ten_minutes_are_passed_only_where_a_thousandth_of_the_training_would_be(
+    cost_s: float,
+) -> None:
+    if longest_s(cost_s) > 600:
+        assert cost_s / longest_s(cost_s) >= 1e-3 * (1 - 1e-9)
 
 
 @given(NUMBERS, TIMES, NUMBERS)
