@@ -76,11 +76,11 @@ def check(lines: Sequence[dict[str, Any]], case: Case) -> None:
     "case",
     [
         Case("DP3 of 8, a death, DP2", 8, (3, DEATH, 2)),
-        # The start knows the batch alone: DP2, and DP3 once the loop has spoken.
-        Case("DP2 of 8 to DP3 by itself", 8, (3, DEATH), (), "global_batch_size = 8"),
         *(
             pytest.param(case, marks=pytest.mark.campaign)
             for case in (
+                # The start knows the batch alone: DP2, and DP3 once the loop has spoken.
+                Case("DP2 of 8 to DP3 by itself", 8, (3, DEATH), (), "global_batch_size = 8"),
                 Case("DP6 of 16 to DP3 and back", 16, (6, 3, DEATH, 6), ("--workers", "1")),
                 Case("DP3 of 8 to DP2, DP1, DP3", 8, (3, 2, 1, 3, DEATH)),
                 Case("DP5 of 18 to DP2, in micro-batches of 2", 18, (5, 2, DEATH), (),
@@ -132,6 +132,7 @@ def measured_job(folder: Path, micro_batch: int, nodes: str) -> Agents:
     return Agents(folder, "", script, slots=1, nodes=nodes, model="", settings=settings)
 
 
+@pytest.mark.campaign
 def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(tmp_path: Path) -> None:
     with measured_job(tmp_path, 2, "2") as agents:
         agents.start("a")
