@@ -10,7 +10,7 @@ the collection, also in the distributed optimizer's flat ranges; nothing is gath
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -162,11 +162,17 @@ class MegatronState:
 
     def scalars(self) -> Mapping[str, Json]:
         """Return schedule, loss scale, parameter groups, and the fixed degrees."""
-        degrees = this_rank.degrees()
-        return {
-            "megatron": dict(take_scalars(*self._small, self._asked)),
-            "fixed_degrees": {axis: degrees[axis] for axis in sorted(self._fixed)},
-        }
+        return self._scalars()()
+
+    def keep(self) -> Callable[[], tuple[Mapping[str, Json], Json]]:
+        scalars, rng = self._scalars(), this_rank.rng_state()
+        return lambda: (scalars(), rng())
+
+    def _scalars(self) -> Callable[[], Mapping[str, Json]]:
+        # Not the degrees later: a script that raises may have taken its groups down by then.
+        scalars, degrees = take_scalars(*self._small, self._asked), this_rank.degrees()
+        fixed = {axis: degrees[axis] for axis in sorted(self._fixed)}
+        return lambda: {"megatron": dict(scalars()), "fixed_degrees": fixed}
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         """Restore the result of ``scalars``. ``RefusedError`` if a fixed degree changed."""
@@ -186,7 +192,7 @@ class MegatronState:
         return {id(each.main): of[id(each.parameter)] for each in owned}
 
     def rank_state(self) -> Json:
-        return this_rank.rng_state()
+        return this_rank.rng_state()()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
         """Continue this rank's RNG states, or begin new ones at other degrees."""

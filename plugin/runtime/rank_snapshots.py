@@ -39,7 +39,7 @@ from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import Consumption
 from scalai.runtime.emergency_writer import COPIED_BYTES, Between, EmergencyWriter, VolatileCopies
 from scalai.runtime.failpoints import reached
-from scalai.runtime.live import LiveState, Registered, Slot, host_bits
+from scalai.runtime.live import LiveState, Registered, Slot, host_bits, keep
 from scalai.runtime.live_files import (
     MappedFile,
     copy_from_device,
@@ -560,14 +560,15 @@ class Snapshots:
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def _between(self, step: int, samples: Samples) -> Between:
-        own = {"user": dict(self._registered.values()), **self._consumption.scalars()}
-        return Between(
-            step=step,
-            consumed_samples=samples,
-            coordinate=self._state.coordinate,
-            scalars=JsonText.of({**self._state.scalars(), **own}),
-            rank_state=JsonText.of(self._state.rank_state()),
-        )
+        user, ledger = JsonText.of(dict(self._registered.values())), self._consumption.keep()
+        kept = keep(self._state)
+
+        def write() -> tuple[JsonText, JsonText]:
+            scalars, rank_state = kept()
+            own = {"user": user.value(), **ledger()}
+            return JsonText.of({**scalars, **own}), JsonText.of(rank_state)
+
+        return Between(step, samples, self._state.coordinate, write)
 
     def map_next(self) -> None:
         """Map the file of the next snapshot beside the training, as soon as the agent has made it.
