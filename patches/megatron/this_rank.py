@@ -53,14 +53,14 @@ def coordinate() -> str:
     return position
 
 
-def rng_state() -> Callable[[], Json]:
+def rng_state(degrees: Mapping[str, int]) -> Callable[[], Json]:
     """Return a function that writes down the present state of all generators of this rank, with its
-    degrees."""
-    place, host, cuda = dict(degrees()), host_rng_state(), torch.cuda.get_rng_state()
+    ``degrees``."""
+    host, cuda = host_rng_state(), torch.cuda.get_rng_state()
     # The tracker replaces its tensors and changes none.
     tracked = {name: _tensor_state(value) for name, value in _tracker().get_states().items()}
     return lambda: {
-        "degrees": place,
+        "degrees": dict(degrees),
         **host(),
         "cuda": text_of_rng_state(cuda),
         "tracker": {name: text_of_rng_state(value) for name, value in tracked.items()},

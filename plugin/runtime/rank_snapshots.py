@@ -504,6 +504,7 @@ class Snapshots:
         if reason == "stop":
             reached("drain")
         prints = self._prints() if reason in ("start", "stop") else ()
+        known = {row: value for row, value in enumerate(prints) if value != NOT_COMPARED}
         order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step, prints))
         if order is None:
             return False
@@ -512,7 +513,7 @@ class Snapshots:
         self._registered.refresh()
         while order is not None:
             # More than once if this rank writes for a dead replica.
-            order = self._write(order, step, samples, began)
+            order = self._write(order, step, samples, began, known)
         reached("leave" if reason == "stop" else "train")
         return True
 
@@ -537,14 +538,19 @@ class Snapshots:
         return tuple(prints)
 
     def _write(
-        self, order: WriteOrder, step: int, samples: Samples, stands_since: float
+        self,
+        order: WriteOrder,
+        step: int,
+        samples: Samples,
+        stands_since: float,
+        known: Mapping[int, int],
     ) -> WriteOrder | None:
         began = time.monotonic()
         with self._turn:
             place_rows(self._rows, order, self._rings, self._mapped)
             self._mapped = None
             placed = time.monotonic()
-            fingerprints = ordered_fingerprints(self._rows, order)
+            fingerprints = ordered_fingerprints(self._rows, order, known)
         hashed, between = time.monotonic(), self._between(step, samples)
         reached("written")
         seconds = {
