@@ -126,7 +126,7 @@ def measure(
     report.add("snapshot_ratio", snapshot_s / out_s, "x the time of plain copies")
     proof_s = median_s(lambda: live_fingerprints(rows))
     report.add("fingerprint_gbps", gb / proof_s, "GB/s on the device")
-    prints = ordered_fingerprints(rows, order)
+    prints = ordered_fingerprints(rows, order, {})
     store.seal(placed, step=1, about={}, parts={0: RankSnapshot(prints, "dp0")})
     manifest = store.commit(placed, 1)
     target = Holder(store.host, collection_of(rows), 0)

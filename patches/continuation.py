@@ -58,13 +58,14 @@ _STEP_STRIDE = 1_000_003
 """Prime: an offset added to a seed by a framework never meets another step's seed."""
 
 
-def host_rng_state() -> dict[str, Json]:
-    """Return the state of Python's, numpy's and torch's generators of this process."""
-    kind, keys, position, has_gauss, gauss = _numpy_state()
-    return {
-        "python": list(random.getstate()),
-        "numpy": [kind, _text(keys.tobytes()), position, has_gauss, gauss],
-        "torch": text_of_rng_state(torch.get_rng_state()),
+def host_rng_state() -> Callable[[], dict[str, Json]]:
+    """Return a function that writes down the present state of Python's, numpy's and torch's
+    generators of this process."""
+    python, (kind, keys, *rest), own = random.getstate(), _numpy_state(), torch.get_rng_state()
+    return lambda: {
+        "python": list(python),
+        "numpy": [kind, _text(keys.tobytes()), *rest],
+        "torch": text_of_rng_state(own),
     }
 
 

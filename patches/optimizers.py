@@ -11,7 +11,7 @@ tensors is made once.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,18 +35,22 @@ kernels, and the place of Megatron-LM's HybridDeviceOptimizer."""
 _NAMED = 5
 
 
-def take_groups(groups: Iterable[Group]) -> Json:
-    """Return the values of this rank's groups, and each parameter's group. Objects without a JSON
-    form stay the constructor's."""
-    values: dict[str, Json] = {}
-    of: dict[str, str] = {}
-    for group, names in groups:
-        if names:  # one without parameters counts no steps, and other ranks know better
-            kept = _values(group)
+def take_groups(groups: Iterable[Group]) -> Callable[[], Json]:
+    """Return a function that writes down the present values of this rank's groups, and each
+    parameter's group. Objects without a JSON form stay the constructor's."""
+    # One without parameters counts no steps, and other ranks know better.
+    taken = [(_values(group), names) for group, names in groups if names]
+
+    def write() -> Json:
+        values: dict[str, Json] = {}
+        of: dict[str, str] = {}
+        for kept, names in taken:
             digest = _digest(kept)
             values[digest] = kept
             of |= dict.fromkeys(names, digest)
-    return {"values": values, "of": of}
+        return {"values": values, "of": of}
+
+    return write
 
 
 def put_groups(saved: Mapping[str, Any], groups: Sequence[Group]) -> None:

@@ -79,7 +79,7 @@ class ReplicatedState:
 
     def scalars(self) -> Mapping[str, Json]:
         schedule = _schedule(self._scheduler) if self._scheduler is not None else None
-        return {"groups": take_groups(self._groups()), "scheduler": schedule}
+        return {"groups": take_groups(self._groups())(), "scheduler": schedule}
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         if self._scheduler is not None and scalars["scheduler"] is not None:

@@ -5,7 +5,7 @@ DeepSpeed 0.16 to 0.19. Differs in: optimizer state is part of the collection, a
 ranges; nothing is gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,11 +212,18 @@ class DeepSpeedState:
         Raises:
             RefusedError: The engine accumulates gradients, or the memory of the slots was replaced.
         """
+        return self._scalars()()
+
+    def keep(self) -> Callable[[], tuple[Mapping[str, Json], Json]]:
+        scalars, rng = self._scalars(), small_state.rng_state(self._engine)
+        return lambda: (scalars(), rng())
+
+    def _scalars(self) -> Callable[[], Mapping[str, Json]]:
         refuse_moved(self._engine, self._places)
-        return {
-            "deepspeed": take_scalars(self._engine, self._masters),
-            "fixed_degrees": parallel_ranks.fixed_degrees(self._engine),
-        }
+        scalars = take_scalars(self._engine, self._masters)
+        # Not the degrees later: a script that raises may have taken its groups down by then.
+        fixed = parallel_ranks.fixed_degrees(self._engine)
+        return lambda: {"deepspeed": scalars(), "fixed_degrees": fixed}
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         """Restore the result of ``scalars``, and let DeepSpeed see the restored values.
@@ -232,7 +239,7 @@ class DeepSpeedState:
             self._engine.optimizer.checkpoint_event_prologue()
 
     def rank_state(self) -> Json:
-        return small_state.rng_state(self._engine)
+        return small_state.rng_state(self._engine)()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
         """Continue this rank's RNG states, or begin new ones in another layout."""

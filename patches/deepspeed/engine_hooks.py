@@ -366,7 +366,7 @@ class EngineHooks:
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
             self.auxiliary.restored(session.step)
-            self.rng_state = small_state.rng_state(engine)
+            self.rng_state = small_state.rng_state(engine)()
             micro_batches.draw_anew(engine)
         checkpoints.install()
         tell(engine, self.feed)

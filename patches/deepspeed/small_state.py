@@ -6,7 +6,7 @@ one number for all parameters of a flat buffer, the base optimizer one for each 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,22 +128,23 @@ def _text(found: Mapping[float, str], missing: Sequence[str]) -> str:
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def take_scalars(engine: Any, masters: Sequence[Master]) -> Json:
-    """Return the scalars of this rank.
+def take_scalars(engine: Any, masters: Sequence[Master]) -> Callable[[], Json]:
+    """Return a function that writes down the present scalars of this rank.
 
     Raises:
         RefusedError: The engine is in the middle of accumulating gradients, or something is not
             plain enough for JSON.
     """
     names, schedule = engine.param_names, engine.lr_scheduler
-    return {
+    groups = take_groups(groups_of(masters, names, vouched=True))
+    taken: dict[str, Json] = {
         "steps": take_steps(masters, names),
-        "groups": take_groups(groups_of(masters, names, vouched=True)),
         "loss_scale": take_loss_scale(engine.optimizer),
         "scheduler": all_plain(schedule.state_dict(), "scheduler") if schedule else None,
         "counters": {key: getattr(engine, key) for key in _COUNTERS},
         "boundaries": _boundaries(engine),
     }
+    return lambda: {**taken, "groups": groups()}
 
 
 def put_scalars(saved: Mapping[str, Any], engine: Any, masters: Sequence[Master]) -> None:
@@ -178,15 +179,16 @@ def _boundaries(engine: Any) -> int:
     return int(boundaries)
 
 
-def rng_state(engine: Any) -> Json:
-    """Return the state of all generators of this rank, with its layout."""
-    return {
-        "degrees": _layout(engine),
-        **host_rng_state(),
-        "device": text_of_rng_state(_accelerator().get_rng_state()),
-        "tracker": {
-            name: text_of_rng_state(value) for name, value in _tracker().get_states().items()
-        },
+def rng_state(engine: Any) -> Callable[[], dict[str, Json]]:
+    """Return a function that writes down the present state of all generators of this rank, with its
+    layout."""
+    layout, host, device = _layout(engine), host_rng_state(), _accelerator().get_rng_state()
+    tracked = dict(_tracker().get_states())  # it replaces its tensors and changes none
+    return lambda: {
+        "degrees": layout,
+        **host(),
+        "device": text_of_rng_state(device),
+        "tracker": {name: text_of_rng_state(value) for name, value in tracked.items()},
     }
 
 

@@ -131,7 +131,7 @@ class BareBatch:
         engine = self._engine
         if is_first and self._batches is not None:
             self._batches.prime()
-        streams = lambda: small_state.rng_state(engine)  # noqa: E731
+        streams = lambda: small_state.rng_state(engine)()  # noqa: E731
         with _undone(engine):
             with bare_pass([engine.module], streams, small_state.continue_rng, []) as drawn:
                 told = numbers.take(self._call(is_copying=True), tp=tp)

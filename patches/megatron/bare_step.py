@@ -221,7 +221,8 @@ class BareStep:
         still = SimpleNamespace(step=lambda *args, **kwargs: None)
         changed = _changed_by_a_pass(optimizer)
         with _not_written(job), without_update(optimizer), NormInDouble(optimizer) as norm:
-            with bare_pass(chunks, this_rank.rng_state, this_rank.continue_rng, changed) as drawn:
+            streams = lambda: this_rank.rng_state(this_rank.degrees())()  # noqa: E731
+            with bare_pass(chunks, streams, this_rank.continue_rng, changed) as drawn:
                 result = self._call(is_copying=True, opt_param_scheduler=still)
         numbers = numbers_of(self._training, result, began, norm)
         return replace(numbers, obstacle=drawn.found, is_random=True)

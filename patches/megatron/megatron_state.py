@@ -10,7 +10,7 @@ the collection, also in the distributed optimizer's flat ranges; nothing is gath
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -135,7 +135,7 @@ class MegatronState:
         refuse_unsupported(self._chunks, optimizer)
         self._fixed = frozenset((*fixed, *fixed_axes(self._chunks, optimizer)))
 
-    @property
+    @cached_property
     def coordinate(self) -> str:
         """Position of this rank: ``tp0-pp1-dp0``."""
         return this_rank.coordinate()
@@ -162,11 +162,21 @@ class MegatronState:
 
     def scalars(self) -> Mapping[str, Json]:
         """Return schedule, loss scale, parameter groups, and the fixed degrees."""
-        degrees = this_rank.degrees()
-        return {
-            "megatron": dict(take_scalars(*self._small, self._asked)),
-            "fixed_degrees": {axis: degrees[axis] for axis in sorted(self._fixed)},
-        }
+        return self._scalars()()
+
+    def keep(self) -> Callable[[], tuple[Mapping[str, Json], Json]]:
+        scalars, rng = self._scalars(), this_rank.rng_state(self._degrees)
+        return lambda: (scalars(), rng())
+
+    def _scalars(self) -> Callable[[], Mapping[str, Json]]:
+        scalars, degrees = take_scalars(*self._small, self._asked), self._degrees
+        fixed = {axis: degrees[axis] for axis in sorted(self._fixed)}
+        return lambda: {"megatron": dict(scalars()), "fixed_degrees": fixed}
+
+    @cached_property
+    def _degrees(self) -> Mapping[str, int]:
+        # Kept: a script that raises may have taken its groups down before they are asked for.
+        return this_rank.degrees()
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         """Restore the result of ``scalars``. ``RefusedError`` if a fixed degree changed."""
@@ -186,7 +196,7 @@ class MegatronState:
         return {id(each.main): of[id(each.parameter)] for each in owned}
 
     def rank_state(self) -> Json:
-        return this_rank.rng_state()
+        return this_rank.rng_state(self._degrees)()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
         """Continue this rank's RNG states, or begin new ones at other degrees."""

@@ -15,7 +15,7 @@ followed, by Megatron-LM's own rule (``asked_of``).
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -232,8 +232,11 @@ _LAW = ("max_lr", "min_lr", "start_wd", "end_wd")
 _FLAGS = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
 
 
-def take_scalars(optimizer: Any, scheduler: Any, names: Names, asked: Json) -> Mapping[str, Json]:
-    """Return the scalars of this rank, with the groups of its parameters.
+def take_scalars(
+    optimizer: Any, scheduler: Any, names: Names, asked: Json
+) -> Callable[[], Mapping[str, Json]]:
+    """Return a function that writes down the present scalars of this rank, with the groups of its
+    parameters.
 
     Args:
         asked: Result of ``asked_of``.
@@ -243,13 +246,14 @@ def take_scalars(optimizer: Any, scheduler: Any, names: Names, asked: Json) -> M
     """
     leaves = list(leaf_optimizers(optimizer))
     scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
-    return {
+    groups = take_groups(_counted(leaves, names))
+    taken: dict[str, Json] = {
         "scheduler": all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
         "schedule": _attributes(scheduler) if _is_megatrons(scheduler) else None,
         "grad_scaler": all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
-        "groups": take_groups(_counted(leaves, names)),
         "asked": asked,
     }
+    return lambda: {**taken, "groups": groups()}
 
 
 def put_scalars(

@@ -1,6 +1,6 @@
 """This rank's place on megatron's parallel axes, and its random number generators as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron.core
@@ -53,16 +53,17 @@ def coordinate() -> str:
     return position
 
 
-def rng_state() -> Json:
-    """Return the state of all generators of this rank, with its degrees."""
-    return {
-        "degrees": dict(degrees()),
-        **host_rng_state(),
-        "cuda": text_of_rng_state(torch.cuda.get_rng_state()),
-        "tracker": {
-            name: text_of_rng_state(_tensor_state(value))
-            for name, value in _tracker().get_states().items()
-        },
+def rng_state(degrees: Mapping[str, int]) -> Callable[[], Json]:
+    """Return a function that writes down the present state of all generators of this rank, with its
+    ``degrees``."""
+    host, cuda = host_rng_state(), torch.cuda.get_rng_state()
+    # The tracker replaces its tensors and changes none.
+    tracked = {name: _tensor_state(value) for name, value in _tracker().get_states().items()}
+    return lambda: {
+        "degrees": dict(degrees),
+        **host(),
+        "cuda": text_of_rng_state(cuda),
+        "tracker": {name: text_of_rng_state(value) for name, value in tracked.items()},
     }
 
 

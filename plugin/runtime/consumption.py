@@ -167,10 +167,14 @@ class Consumption:
             return []
         return list(self.order.draws(before, counted))
 
+    def keep(self) -> Callable[[], Mapping[str, Json]]:
+        """Return a function that writes down the present ledger for a generation."""
+        ledger = None if self._is_silent else self.ledger
+        return lambda: {} if ledger is None else {LEDGER: ledger.to_json()}
+
     def scalars(self) -> Mapping[str, Json]:
         """Return the ledger for a generation."""
-        is_known = self.ledger is not None and not self._is_silent
-        return {LEDGER: self.ledger.to_json()} if is_known and self.ledger is not None else {}
+        return self.keep()()
 
 
 def _names(order: GlobalOrder) -> str:

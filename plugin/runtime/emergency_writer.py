@@ -57,26 +57,27 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """The state of a step outside of the slots' memory."""
+    """The state of a step outside of the slots' memory. ``write`` writes down scalars and
+    ``rank_state``, which takes longer than to keep them at each step."""
 
     step: int
     consumed_samples: Samples
     coordinate: str
-    scalars: JsonText
-    rank_state: JsonText
+    write: Callable[[], tuple[JsonText, JsonText]]
 
     def written(
         self, rank: int, round: int, fingerprints: tuple[int, ...], seconds: Mapping[str, float]
     ) -> RankWritten:
         """Return the report of a rank with its rows of this step written."""
+        scalars, rank_state = self.write()
         return RankWritten(
             rank=rank,
             round=round,
             step=self.step,
             fingerprints=fingerprints,
             coordinate=self.coordinate,
-            scalars=self.scalars,
-            rank_state=self.rank_state,
+            scalars=scalars,
+            rank_state=rank_state,
             consumed_samples=self.consumed_samples,
             seconds=seconds,
         )

@@ -15,6 +15,7 @@ import torch
 
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.jsonable import Json
+from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, TORCH_NAMES, Bits
 from scalai.core.tensors.region import Piece, row_major, whole
@@ -100,12 +101,29 @@ class LiveState(Protocol):
     def rank_state(self) -> Json:
         """Return this rank's own values (random number generators)."""
 
+    # Optional, ``keep()``: returns a function that writes down ``scalars`` and ``rank_state`` as
+    # they are now. It is called after each step, the function only where they are needed, by any
+    # thread.
+
     def load_rank_state(self, state: Json | None, step: int) -> str:
         """Put back this coordinate's state; None (the degrees changed): derive a new one from
         ``step``.
 
         Returns a log line about the choice.
         """
+
+
+Later = Callable[[], tuple[Mapping[str, Json], Json]]
+
+
+def keep(state: LiveState) -> Later:
+    """Return a function that writes down ``scalars`` and ``rank_state`` as they are now."""
+    own: Callable[[], Later] | None = getattr(state, "keep", None)
+    if own is not None:
+        return own()
+    # They may lead to what the next step changes.
+    scalars, rank_state = JsonText.of(dict(state.scalars())), JsonText.of(state.rank_state())
+    return lambda: (scalars.value(), rank_state.value())
 
 
 def held_rows(slots: Sequence[Slot]) -> list[tuple[Slot, Piece]]:

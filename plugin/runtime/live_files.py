@@ -116,17 +116,32 @@ def map_beside(directory: str, asked: AwaitSlot, keep: Callable[[MappedFile], No
 Row = tuple[Slot, Piece]
 
 
-def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> tuple[int, ...]:
+def ordered_fingerprints(
+    rows: Sequence[Row], order: WriteOrder, known: Mapping[int, int]
+) -> tuple[int, ...]:
     """Return the fingerprints of the ordered rows of live memory, in the order's order.
 
     Call it after the write: if the device has no room for the arithmetic, the file is read.
+
+    Args:
+        known: Fingerprints of the present values, by row: not computed again.
     """
+    if all(row in known for row in order.rows):
+        return tuple(known[row] for row in order.rows)
+    places = zip(order.rows, order.begins, strict=True)
+    unknown = [(row, begin) for row, begin in places if row not in known]
+    left = replace(
+        order,
+        rows=tuple(row for row, _ in unknown),
+        begins=tuple(begin for _, begin in unknown),
+    )
     try:
-        found = live_fingerprints([rows[row] for row in order.rows])
+        found = tuple(live_fingerprints([rows[row] for row in left.rows]).tolist())
     except torch.OutOfMemoryError as error:
         log.info("event=proof of the file, because the device has no room: %s", error)
-        return file_fingerprints(rows, order, MappedFile(order))
-    return tuple(int(value) for value in found)
+        found = file_fingerprints(rows, left, MappedFile(left))
+    every = {**known, **dict(zip(left.rows, found, strict=True))}
+    return tuple(every[row] for row in order.rows)
 
 
 def file_fingerprints(

@@ -39,7 +39,7 @@ from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import Consumption
 from scalai.runtime.emergency_writer import COPIED_BYTES, Between, EmergencyWriter, VolatileCopies
 from scalai.runtime.failpoints import reached
-from scalai.runtime.live import LiveState, Registered, Slot, host_bits
+from scalai.runtime.live import LiveState, Registered, Slot, host_bits, keep
 from scalai.runtime.live_files import (
     MappedFile,
     copy_from_device,
@@ -504,6 +504,7 @@ class Snapshots:
         if reason == "stop":
             reached("drain")
         prints = self._prints() if reason in ("start", "stop") else ()
+        known = {row: value for row, value in enumerate(prints) if value != NOT_COMPARED}
         order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step, prints))
         if order is None:
             return False
@@ -512,7 +513,7 @@ class Snapshots:
         self._registered.refresh()
         while order is not None:
             # More than once if this rank writes for a dead replica.
-            order = self._write(order, step, samples, began)
+            order = self._write(order, step, samples, began, known)
         reached("leave" if reason == "stop" else "train")
         return True
 
@@ -537,14 +538,19 @@ class Snapshots:
         return tuple(prints)
 
     def _write(
-        self, order: WriteOrder, step: int, samples: Samples, stands_since: float
+        self,
+        order: WriteOrder,
+        step: int,
+        samples: Samples,
+        stands_since: float,
+        known: Mapping[int, int],
     ) -> WriteOrder | None:
         began = time.monotonic()
         with self._turn:
             place_rows(self._rows, order, self._rings, self._mapped)
             self._mapped = None
             placed = time.monotonic()
-            fingerprints = ordered_fingerprints(self._rows, order)
+            fingerprints = ordered_fingerprints(self._rows, order, known)
         hashed, between = time.monotonic(), self._between(step, samples)
         reached("written")
         seconds = {
@@ -560,14 +566,15 @@ class Snapshots:
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def _between(self, step: int, samples: Samples) -> Between:
-        own = {"user": dict(self._registered.values()), **self._consumption.scalars()}
-        return Between(
-            step=step,
-            consumed_samples=samples,
-            coordinate=self._state.coordinate,
-            scalars=JsonText.of({**self._state.scalars(), **own}),
-            rank_state=JsonText.of(self._state.rank_state()),
-        )
+        user, ledger = JsonText.of(dict(self._registered.values())), self._consumption.keep()
+        kept = keep(self._state)
+
+        def write() -> tuple[JsonText, JsonText]:
+            scalars, rank_state = kept()
+            own = {"user": user.value(), **ledger()}
+            return JsonText.of({**scalars, **own}), JsonText.of(rank_state)
+
+        return Between(step, samples, self._state.coordinate, write)
 
     def map_next(self) -> None:
         """Map the file of the next snapshot beside the training, as soon as the agent has made it.

@@ -31,7 +31,7 @@ ACROSS = 64
 
 
 def between(step: int) -> Between:
-    return Between(step, 3 * step, "dp0", NONE, NONE)
+    return Between(step, 3 * step, "dp0", lambda: (NONE, NONE))
 
 
 def row(name: str, buffer: torch.Tensor, *, is_volatile: bool) -> tuple[Slot, Piece]:

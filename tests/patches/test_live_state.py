@@ -324,7 +324,7 @@ def test_beside_fused_adam_both_halves_of_a_hybrid_optimizer_have_one_number_of_
     with pytest.raises(RefusedError, match="have made 0, 4 steps"):
         take_scalars(leaf, None, names, None)
     on_host.fill_(4)
-    saved = take_scalars(leaf, None, names, None)
+    saved = take_scalars(leaf, None, names, None)()
     on_host.fill_(0)
     fused.param_groups[0]["step"] = 0
     put_scalars(saved, leaf, None, names, None)

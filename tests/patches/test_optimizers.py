@@ -30,7 +30,7 @@ def test_all_values_come_back_with_their_types() -> None:
         "lr": 0.1 + 0.2, "betas": (0.9, 0.95), "step": 7, "decay": None, "rate": torch.tensor(0.3),
         "numpy": np.float32(0.1), "nesterov": True, "kind": "adam",
     }  # fmt: skip
-    saved = through_json(take_groups([group("a b", **kept)]))
+    saved = through_json(take_groups([group("a b", **kept)])())
     fresh = {**dict.fromkeys(kept, 0), "betas": (0.0, 0.0), "rate": torch.zeros(())}
     into = group("b a", **fresh)
     put_groups(saved, [into])
@@ -39,7 +39,7 @@ def test_all_values_come_back_with_their_types() -> None:
 
 
 def test_the_way_of_the_same_update_stays_the_constructors() -> None:
-    saved = take_groups([group("a", lr=0.1, foreach=None, fused=None)])
+    saved = take_groups([group("a", lr=0.1, foreach=None, fused=None)])()
     here = group("a", lr=0.5, fused=True, offload_fraction=0.5)
     put_groups(saved, [here])
     assert {key: here[0][key] for key in ("lr", "fused", "offload_fraction")} == {
@@ -49,14 +49,14 @@ def test_the_way_of_the_same_update_stays_the_constructors() -> None:
 
 
 def test_groups_that_say_the_same_are_told_apart_by_their_parameters() -> None:
-    saved = take_groups([group("a", lr=0.1, wd=0.0), group("b", lr=0.2, wd=0.0)])
+    saved = take_groups([group("a", lr=0.1, wd=0.0), group("b", lr=0.2, wd=0.0)])()
     here = [group("b", lr=0.5, wd=0.0), group("a", lr=0.5, wd=0.0)]
     put_groups(saved, here)
     assert [values["lr"] for values, _ in here] == [0.2, 0.1]
 
 
 def test_groups_may_be_cut_and_joined_where_their_values_are_equal() -> None:
-    saved = take_groups([group("a b", lr=0.1, is_expert_parallel=True), group("c", lr=0.1)])
+    saved = take_groups([group("a b", lr=0.1, is_expert_parallel=True), group("c", lr=0.1)])()
     here = [group("a", lr=0.5), group("b c", lr=0.5)]
     put_groups(saved, here)
     assert [values["lr"] for values, _ in here] == [0.1, 0.1]
@@ -66,7 +66,7 @@ def test_groups_may_be_cut_and_joined_where_their_values_are_equal() -> None:
     ("names", "named"), [("a b", "a in .*0.1.*; b in .*0.2"), ("a new", ".*new in none")]
 )
 def test_groups_that_joined_unequal_ones_are_refused_by_name(names: str, named: str) -> None:
-    saved = take_groups([group("a", lr=0.1), group("b", lr=0.2)])
+    saved = take_groups([group("a", lr=0.1), group("b", lr=0.2)])()
     with pytest.raises(RefusedError, match=f"in several before, or in none: {named}"):
         put_groups(saved, [group(names, lr=0.5)])
 
@@ -76,14 +76,14 @@ def test_a_group_without_parameters_says_nothing_and_takes_that_in_which_its_kin
     saved = take_groups([
         group("a", wd=0.0, lr=0.1, **alike), group("b", wd=0.1, lr=0.1, **alike),
         group("c", wd=0.1, lr=0.7, default_config=False), group("", wd=9.0, lr=9.0, **alike),
-    ])  # fmt: skip
+    ])()  # fmt: skip
     empty = group("", wd=5.0, lr=5.0, default_config=True, max_lr=5.0)
     put_groups(saved, [empty])
     assert (empty[0]["lr"], empty[0]["max_lr"], empty[0]["wd"]) == (0.1, 1.0, 5.0)
 
 
 def test_what_differs_is_named_by_group_key_now_and_then() -> None:
-    saved = take_groups([group("a b", lr=0.1, wd=0.5)])
+    saved = take_groups([group("a b", lr=0.1, wd=0.5)])()
     (text,) = differences(saved, [group("a b", lr=0.2, wd=0.5)])
     assert text == "lr of the group of a is 0.2, and was 0.1"
 
@@ -95,7 +95,7 @@ class Stubborn(dict[str, Any]):
 
 def test_a_group_that_does_not_keep_its_values_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"lr of the group of a is 0.5, and was 0.1"):
-        put_groups(take_groups([group("a", lr=0.1)]), [(Stubborn(lr=0.3), ["a"])])
+        put_groups(take_groups([group("a", lr=0.1)])(), [(Stubborn(lr=0.3), ["a"])])
 
 
 class Forgetful:
@@ -138,3 +138,14 @@ def test_an_array_of_numpy_comes_back_as_it_was(array: np.ndarray) -> None:
 def test_a_value_that_json_cannot_hold_is_refused_with_the_way_out(value: Any) -> None:
     with pytest.raises(RefusedError, match=r"a schedule's t is .*Give its class a state_dict"):
         plain([value], "a schedule's t")
+
+
+def test_kept_values_are_those_of_their_step() -> None:
+    """They are written down later, if ever."""
+    values, names = group("a", lr=0.1, betas=[0.9, 0.99], scale=torch.ones(()))
+    kept = take_groups([(values, names)])
+    values["lr"], values["betas"][0] = 0.2, 0.5
+    values["scale"].zero_()
+    assert [*kept()["values"].values()] == [
+        {"lr": 0.1, "betas": [0.9, 0.99], "scale": {"tensor": 1.0, "dtype": "float32"}}
+    ]

@@ -4,10 +4,12 @@ further pass draws no random numbers, and nothing remembers it.
 That healthy changes compute the same is checked with each case of ``test_resize``.
 """
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,16 +65,16 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_what_draws_is_off_and_what_still_draws_is_told_and_undone(noise: float) -> None:
     model, x = Model(noise), torch.ones(2, 4)
-    before = host_rng_state()
+    before = host_rng_state()()
     table: dict[str, Any] = {"seen": [1], "scale": torch.ones(2)}
     scale = table["scale"]
-    with bare_pass([model], host_rng_state, continue_host_rng, [table]) as drawn:
+    with bare_pass([model], lambda: host_rng_state()(), continue_host_rng, [table]) as drawn:
         first, second = model(x), model(x)
         table["seen"].append(2)
         table["new"] = 3
         scale.mul_(2)
     assert bool(drawn.found) is bool(noise) is not torch.equal(first, second)
-    assert host_rng_state() == before and model.passes == 0
+    assert host_rng_state()() == before and model.passes == 0
     assert table["seen"] == [1] and "new" not in table
     assert table["scale"] is scale and scale.tolist() == [1, 1]
     assert (model.drop.p, model.dropout_rate, model.config.hidden_dropout) == (0.5, 0.5, 0.5)
@@ -81,12 +83,12 @@ def test_what_draws_is_off_and_what_still_draws_is_told_and_undone(noise: float)
 
 def test_a_pass_that_fails_leaves_no_trace_either() -> None:
     model = Model(0.1)
-    before = host_rng_state()
+    before = host_rng_state()()
     with pytest.raises(RuntimeError):
-        with bare_pass([model], host_rng_state, continue_host_rng, []):
+        with bare_pass([model], lambda: host_rng_state()(), continue_host_rng, []):
             model(torch.ones(2, 4))
             model(torch.ones(2, 5))
-    assert host_rng_state() == before and model.passes == 0 and model.drop.p == 0.5
+    assert host_rng_state()() == before and model.passes == 0 and model.drop.p == 0.5
 
 
 def test_micro_batches_are_read_once_and_what_a_pass_does_to_them_is_its_own() -> None:
@@ -240,3 +242,11 @@ def test_the_further_pass_of_a_pipeline_leaves_no_trace(play: Player) -> None:
         assert not (compares and made[1][0].numbers[0].obstacle)
         seen.append([each.notes for ranks in made for each in ranks])
     assert seen[0] == seen[1]
+
+
+def test_kept_streams_of_random_numbers_are_those_of_their_step() -> None:
+    kept, before = host_rng_state(), host_rng_state()()
+    drawn = random.random(), np.random.rand(), torch.rand(1)
+    continue_host_rng(kept())
+    assert kept() == before == host_rng_state()()
+    assert drawn == (random.random(), np.random.rand(), torch.rand(1))

@@ -65,7 +65,7 @@ class Training:
         self.waited_for.append(self.writing.is_copied)
 
     def begin(self, step: int) -> bool:
-        between = Between(step, 3 * step, "dp0", NONE, NONE)
+        between = Between(step, 3 * step, "dp0", lambda: (NONE, NONE))
         found = self.snapshots.begin(between, None, time.monotonic())
         if found is not None:
             self.writing: Writing = found

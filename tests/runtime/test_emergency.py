@@ -30,8 +30,12 @@ from support.steps import DEADLINE_S, Beside, SeenLock
 NONE = JsonText.of(None)
 
 
+def nothing() -> tuple[JsonText, JsonText]:
+    return NONE, NONE
+
+
 def between(step: int) -> Between:
-    return Between(step, 3 * step, "dp0", NONE, NONE)
+    return Between(step, 3 * step, "dp0", nothing)
 
 
 def slot(name: str, values: torch.Tensor, *, is_volatile: bool) -> tuple[Slot, Piece]:

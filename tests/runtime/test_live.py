@@ -2,6 +2,7 @@
 they were, and copies by several threads."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.torch import save
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import FROM_STORAGE, ITEM_BYTES, NUMPY_DTYPES
 from scalai.runtime import staging
-from scalai.runtime.live import TORCH_DTYPES, Registered, dtype_name
+from scalai.runtime.live import TORCH_DTYPES, Registered, dtype_name, keep
 from scalai.runtime.staging import MOST_COPIERS, copiers, move
 from scalai.store.files import number_of
 
@@ -126,3 +127,11 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         found.append(copiers())
     assert found == [MOST_COPIERS, 4, 2, 1]
+
+
+def test_values_kept_for_an_emergency_do_not_change_with_the_next_step() -> None:
+    values = {"lr": [0.1]}
+    state: Any = SimpleNamespace(scalars=lambda: values, rank_state=lambda: values["lr"])
+    kept = keep(state)
+    values["lr"][0] = 0.2
+    assert kept() == ({"lr": [0.1]}, [0.1])

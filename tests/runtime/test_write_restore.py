@@ -16,8 +16,14 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.holders import Holder
 from scalai.core.tensors.plan import plan
 from scalai.core.tensors.region import Box, Piece, row_major, whole
-from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
-from scalai.runtime.live_files import MappedFile, Row, read_rows
+from scalai.runtime.live import (
+    Slot,
+    collection_of,
+    held_rows,
+    piece_view,
+    wanted_rows,
+)
+from scalai.runtime.live_files import MappedFile, Row, ordered_fingerprints, read_rows
 from scalai.runtime.live_fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
@@ -293,4 +299,16 @@ def test_a_device_without_room_for_a_proof_has_its_file_proven(
     monkeypatch.setattr("scalai.runtime.live_files.live_fingerprints", no_room)
     found = write_rows(rows, slot.orders[0])
     assert found == tuple(map(int, live_fingerprints(rows))) and "has no room" in caplog.text
+    store.discard(slot)
+
+
+def test_fingerprints_from_before_a_write_are_told_beside_those_of_the_other_rows(
+    store: HostStore,
+) -> None:
+    rows = held_rows([whole_tensor(f"param/{name}", (7, 5), "F32") for name in ("a", "bb", "ccc")])
+    slot = store.reserve({0: collection_of(rows)})
+    first, second, third = map(int, live_fingerprints(rows))
+    assert ordered_fingerprints(rows, slot.orders[0], {1: 7}) == (first, 7, third)
+    assert ordered_fingerprints(rows, slot.orders[0], {0: 5, 1: 7, 2: 9}) == (5, 7, 9)
+    assert ordered_fingerprints(rows, slot.orders[0], {}) == (first, second, third)
     store.discard(slot)

@@ -11,4 +11,4 @@ def write_rows(
 ) -> tuple[int, ...]:
     """Write the ordered rows of a rank and return their fingerprints, in the order's order."""
     place_rows(rows, order, mapped=mapped)
-    return ordered_fingerprints(rows, order)
+    return ordered_fingerprints(rows, order, {})

@@ -99,7 +99,9 @@ def differing(rank: int, store: dist.Store, trainer: str, job: Any) -> list[str]
         assert not snapshots.obstacle(), "its updates are not noticed"
         for step in range(1, STEPS):
             there = [int(value) for value in live_fingerprints(rows)]
-            between = Between(step, None, state.coordinate, JsonText.of({}), JsonText.of({}))
+            between = Between(
+                step, None, state.coordinate, lambda: (JsonText.of({}), JsonText.of({}))
+            )
             turn.acquire()
             assert snapshots.begin(between, None, time.monotonic())
             training.train(range(step, step + 1))
