@@ -32,6 +32,35 @@ def place_most_free(
     return found
 
 
+def place_packed(
+    order: Sequence[str], wanted: Mapping[str, int], held: Mapping[str, Hosts], free: Sequence[int]
+) -> dict[str, Hosts]:
+    """As ``place_most_free``, but a job that fits on one host takes the fullest one with room, and
+    further ones take whole hosts first."""
+    kept = {
+        name: hosts
+        for name, hosts in held.items()
+        if wanted.get(name) == sum(count for _, count in hosts)
+    }
+    left = list(free)
+    for hosts in kept.values():
+        for host, count in hosts:
+            left[host] -= count
+    found = dict(kept)
+    for name in sorted(order, key=lambda name: -wanted[name]):
+        if name in kept or not wanted[name]:
+            continue
+        fitting = [host for host, count in enumerate(left) if count >= wanted[name]]
+        before = [host for host, _ in held.get(name, ()) if host in fitting]
+        if fitting:
+            host = min(before or fitting, key=lambda host: (left[host], host))
+            found[name] = ((host, wanted[name]),)
+            left[host] -= wanted[name]
+        else:
+            found[name] = _emptiest_first(wanted[name], left)
+    return found
+
+
 def _emptiest_first(devices: int, left: list[int]) -> Hosts:
     hosts: list[tuple[int, int]] = []
     while devices:

@@ -79,6 +79,9 @@ class Sight:
     is_in_epochs: bool = False
 
 
+_NO_PASS = Pass(0, 0)
+
+
 @dataclass(slots=True)
 class _Running:
     """A job of the simulation, changed in place by its owner, ``_Cluster``."""
@@ -87,9 +90,10 @@ class _Running:
     application: Application
     limits: Limits
     fixed: int | None
+    per_host: int
     hosts: Hosts = ()
     placement: Placement = ()
-    form: Pass = Pass(0, 0)
+    form: Pass = _NO_PASS
     halt_s: float = 0.0
     progress: float = 0.0
     epoch: int = 0
@@ -172,7 +176,7 @@ class _Cluster:
     ) -> None:
         self.rules, self.sight = rules, sight
         self.waiting: list[_Running] = [
-            _running(one, applications[one.kind], limits.get(one.kind), sight)
+            _running(one, applications[one.kind], limits.get(one.kind), rules, sight)
             for one in sorted(workload, key=lambda one: one.at_s)
         ]
         self.active: dict[str, _Running] = {}
@@ -265,13 +269,13 @@ class _Cluster:
 
 
 def _running(
-    one: Submission, application: Application, limits: Limits | None, sight: Sight
+    one: Submission, application: Application, limits: Limits | None, rules: Rules, sight: Sight
 ) -> _Running:
     allowed = limits or application.limits
     fixed = one.asked.batch if not sight.is_batch_free else None
     if allowed.batch[0] == allowed.batch[1]:
         fixed = allowed.batch[0]
-    return _Running(one, application, allowed, fixed)
+    return _Running(one, application, allowed, fixed, rules.per_host)
 
 
 def _lasted(job: _Running) -> float:
@@ -328,7 +332,7 @@ def _speeds(job: _Running) -> Speeds | None:
     if job.noise is None:
         return None
     if job.model is None:
-        job.model = fit(job.rows)
+        job.model = fit(job.rows, job.submission.asked, job.limits, job.per_host)
     if job.speeds is None:
         job.speeds = Speeds(job.model, job.noise, job.limits, job.fixed)
         job.rates = None

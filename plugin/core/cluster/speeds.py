@@ -27,6 +27,8 @@ _BATCHES = 40
 """Batches tried for each size."""
 _ASKED_EFFICIENCY = 0.65
 """Usual part of ideal speed at the size that a person asks for."""
+_FAR = 0.5
+"""Prior: synchronization over compute at the size asked for, on several hosts."""
 _GROWTH = 0.03
 """Prior: growth of synchronization with each further device, relative."""
 
@@ -60,11 +62,12 @@ class StepModel:
         return both
 
 
-def fit(rows: Rows) -> StepModel:
+def fit(rows: Rows, asked: Asked, limits: Limits, per_host: int) -> StepModel:
     """Return the model of a job's measured steps, at least one.
 
-    Unknown parts are hopeful: without a local batch to compare, half of compute grows with it;
-    synchronization on several hosts is a tenth above that on one.
+    Without a local batch to compare, half of compute grows with it. Without a step on several
+    hosts their synchronization is expected by the size that a person asked for: half of the compute
+    there, or, where that is one host, all of the compute on the next one.
     """
     keys = np.array(list(rows), dtype=np.float64)
     hosts, devices, local = keys[:, 0], keys[:, 1], keys[:, 2]
@@ -80,7 +83,8 @@ def fit(rows: Rows) -> StepModel:
         if near is None:
             near = (far[0] / 2, far[1] / 2) if far is not None else (0.0, 0.0)
         if far is None:
-            far = (near[0] * 1.1, near[1] * 1.1)
+            far = _expected(fixed, each, asked, limits, per_host)
+            far = max(far[0], near[0] * 1.1), max(far[1], near[1] * 1.1)
         model = StepModel(fixed, each, near, far, overlap)
         said = model.step(hosts.astype(np.int64), devices.astype(np.int64), local)
         wrong = float(np.mean(np.log(said / step) ** 2)) + 1e-4 * (overlap - 1) ** 2
@@ -88,6 +92,17 @@ def fit(rows: Rows) -> StepModel:
             best = wrong, model
     assert best is not None
     return best[1]
+
+
+def _expected(
+    fixed: float, each: float, asked: Asked, limits: Limits, per_host: int
+) -> tuple[float, float]:
+    devices = max(asked.devices, 2 * per_host)
+    is_near = asked.devices <= per_host
+    form = form_of(asked.batch, devices, limits, 0)
+    compute = form.passes * (fixed + each * form.local)
+    base = compute * (1.0 if is_near else _FAR) / (1 + _GROWTH * (devices - 2))
+    return base, base * _GROWTH
 
 
 def _line(x: Floats, y: Floats, prior: float) -> tuple[float, float]:
