@@ -23,24 +23,23 @@ def allot(worths: Sequence[Floats], sizes: Sequence[int], devices: int) -> list[
         Saxena et al. (MASCOTS 2020), the dynamic program over jobs and devices; differs in: jobs
         may wait, and devices may idle. O(jobs·devices·sizes).
     """
-    best = np.zeros(devices + 1)
-    chosen = np.zeros((len(worths), devices + 1), dtype=np.int16)
+    # sums[j][k]: the greatest sum of the first j jobs with k devices at most.
+    sums = np.zeros((len(worths) + 1, devices + 1))
+    added = np.empty(devices + 1)
     for job, worth in enumerate(worths):
-        # best[k]: the greatest sum with k devices at most; ascending, so that devices may idle.
-        found = best + worth[0]
+        before, found = sums[job], sums[job + 1]
+        np.add(before, worth[0], out=found)
         for place, size in enumerate(sizes[: len(worth) - 1], 1):
-            if size > devices or worth[place] == -np.inf:
-                continue
-            tried = best[: devices + 1 - size] + worth[place]
-            room = found[size:]
-            better = tried > room + 1e-12
-            chosen[job, size:][better] = place
-            np.copyto(room, tried, where=better)
-        best = found
-    given = [0] * len(worths)
-    left = devices
+            if size <= devices and worth[place] > -np.inf:
+                room = found[size:]
+                tried = np.add(before[: devices + 1 - size], worth[place], out=added[size:])
+                np.maximum(room, tried, out=room)
+    given, left = [0] * len(worths), devices
     for job in range(len(worths) - 1, -1, -1):
-        place = int(chosen[job, left])
-        given[job] = sizes[place - 1] if place else 0
+        worth, before = worths[job], sums[job]
+        best = before[left] + worth[0]
+        for place, size in enumerate(sizes[: len(worth) - 1], 1):
+            if size <= left and before[left - size] + worth[place] > best:
+                best, given[job] = before[left - size] + worth[place], size
         left -= given[job]
     return given

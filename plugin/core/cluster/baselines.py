@@ -18,15 +18,21 @@ def in_order(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
     return given
 
 
-def fifo(question: Question, memory: Memory) -> Answer:
-    """Serve jobs as asked, in order of submission, to the end; the next one waits for room."""
-    left, given = question.devices, dict[str, int]()
-    for job in sorted(question.jobs, key=lambda job: (not job.devices, job.submitted_s)):
-        if job.asked.devices > left:
+def until_blocked(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
+    """Give each job its asked devices in turn, until one does not fit."""
+    given: dict[str, int] = {}
+    for job in jobs:
+        if job.asked.devices > devices:
             break
         given[job.name] = job.asked.devices
-        left -= job.asked.devices
-    return Answer(given)
+        devices -= job.asked.devices
+    return given
+
+
+def fifo(question: Question, memory: Memory) -> Answer:
+    """Serve jobs as asked, in order of submission, to the end; the next one waits for room."""
+    jobs = sorted(question.jobs, key=lambda job: (not job.devices, job.submitted_s))
+    return Answer(until_blocked(jobs, question.devices))
 
 
 def fixed(question: Question, memory: Memory) -> Answer:

@@ -1,13 +1,15 @@
 """Policies by name. Each is a pure function of the question and its own memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from scalai.core.cluster.allotting import allot, sizes_of
-from scalai.core.cluster.question import Answer, ClusterJob, Floats, Memory, Question
+from scalai.core.cluster.baselines import fifo, fixed, optimus, tiresias, until_blocked
+from scalai.core.cluster.evolution import evolve
+from scalai.core.cluster.history import Forecast
+from scalai.core.cluster.question import Answer, ClusterJob, Floats, Memory, Policy, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,34 +17,106 @@ class Taste:
     """Constants of policies that weigh jobs by their remaining work.
 
     Attributes:
-        elasticity: Supposed exponent of the speed by devices, below 1: the nearer to 1, the more
-            the shortest job gets.
+        efficiency: Part of the ideal speed down to which a job is expected to grow.
+        others: Weight of the delay of jobs with more work.
         stay_s: Time over which the standstill of a change is written off.
+        keep: Advantage of the present size.
     """
 
-    elasticity: float = 0.75
+    efficiency: float = 0.5
+    others: float = 1.0
     stay_s: float = 240.0
     keep: float = 0.05
 
 
-def shortest(question: Question, memory: Memory, taste: Taste = Taste()) -> Answer:
-    """Serve the least remaining work most: weights of heSRPT, with each job's own speeds.
+TASTE = Taste()
+_NEVER = 1e6
+
+
+def shortest(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
+    """Serve the jobs first whose work, stated by its length, delays the completion of all most.
 
     Source:
-        heSRPT (Berg, Vesilo, Harchol-Balter, 2020), the optimal shares of jobs with one speed
-        curve; differs in: the weights behind these shares meet each job's predicted speeds.
+        heSRPT (Berg, Vesilo, Harchol-Balter, 2020), shortest remaining time with shares; differs
+        in: jobs have speeds of their own, so the worth of a unit of work is estimated.
     """
     works = [_work(job) for job in question.jobs]
     return _weighted(question, works, taste)
 
 
-def goodput(question: Question, memory: Memory, taste: Taste = Taste()) -> Answer:
+def goodput(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
     """As ``shortest``, blind: a job's remaining work is expected to equal what it has done.
 
     The measure is Pollux's goodput: throughput times statistical efficiency.
     """
     works = [_attained(job) for job in question.jobs]
     return _weighted(question, works, taste)
+
+
+def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
+    """Allot devices, each with its best batch, for the greatest sum of scaling efficiencies.
+
+    Every admitted job runs; where not all fit, the latest wait.
+
+    Source:
+        Saxena et al. (MASCOTS 2020), "job scaling factor" and its dynamic program; differs in: the
+        standstill of a change is taken off.
+    """
+    admitted, least = list[ClusterJob](), 0
+    for job in question.jobs:
+        if least + job.limits.devices[0] <= question.devices:
+            admitted.append(job)
+            least += job.limits.devices[0]
+    sizes = _sizes(question)
+    worths = [job.priority * _speedups(job, sizes, question, taste) for job in admitted]
+    for worth in worths:
+        # To wait is worse than any size, and possible.
+        worth[0] = -_NEVER
+    return _answer(admitted, allot(worths, sizes, question.devices))
+
+
+def evolutionary(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
+    """As ``goodput``, by evolution from the running genome and the last best one."""
+    jobs, sizes = question.jobs, _sizes(question)
+    worths = np.stack(_worths(question, [_attained(job) for job in jobs], sizes, taste))
+    start = [
+        [job.devices for job in jobs],
+        [int(memory.get(job.name, 0)) for job in jobs],
+        [0] * len(jobs),
+    ]
+    given = evolve(worths, sizes, question.devices, start, seed=len(jobs))
+    best = {job.name: float(size) for job, size in zip(jobs, given, strict=True)}
+    return Answer(_answer(jobs, given).devices, best)
+
+
+def qssf(question: Question, memory: Memory) -> Answer:
+    """Serve as asked and to the end; waiting jobs by predicted device-seconds, the first blocks.
+
+    Source:
+        Helios (SC 2021), "quasi-shortest-service-first".
+    """
+    forecast = Forecast(question.ended)
+
+    def service(job: ClusterJob) -> float:
+        said = forecast.seconds(job.kind, "", job.asked.devices)
+        return (said or 0.0) * job.asked.devices
+
+    jobs = sorted(question.jobs, key=lambda job: (not job.devices, service(job), job.submitted_s))
+    return Answer(until_blocked(jobs, question.devices))
+
+
+POLICIES: Mapping[str, Policy] = {
+    "fifo": fifo,
+    "fixed": fixed,
+    "tiresias": tiresias,
+    "optimus": optimus,
+    "goodput": goodput,
+    "shortest": shortest,
+    "dynamic-program": dynamic_program,
+    "evolutionary": evolutionary,
+    "qssf": qssf,
+}
+"""All policies. ``optimus`` and ``shortest`` need jobs with stated lengths."""
 
 
 def _work(job: ClusterJob) -> float:
@@ -64,17 +138,47 @@ def _alone(job: ClusterJob) -> float:
 
 
 def _weighted(question: Question, works: Sequence[float], taste: Taste) -> Answer:
+    sizes = _sizes(question)
+    worths = _worths(question, works, sizes, taste)
+    return _answer(question.jobs, allot(worths, sizes, question.devices))
+
+
+def _sizes(question: Question) -> list[int]:
+    most = max((job.limits.devices[1] for job in question.jobs), default=0)
+    return sizes_of(min(most, question.devices), question.per_host)
+
+
+def _answer(jobs: Sequence[ClusterJob], given: Sequence[int]) -> Answer:
+    largest = sorted(range(len(jobs)), key=lambda at: -given[at])
+    return Answer({jobs[at].name: given[at] for at in largest if given[at]})
+
+
+def _worths(
+    question: Question, works: Sequence[float], sizes: Sequence[int], taste: Taste
+) -> list[Floats]:
+    """Return each job's worth by size: the completion time that a second at that speed saves.
+
+    A unit of work less ends the job itself earlier, and all jobs with more work by the share of the
+    devices that it would hold.
+    """
     jobs = question.jobs
-    order = sorted(range(len(jobs)), key=lambda at: (-works[at], -jobs[at].submitted_s))
-    power = 1 / (1 - taste.elasticity)
-    sizes = sizes_of(max((job.limits.devices[1] for job in jobs), default=0), question.per_host)
     worths: list[Floats] = [np.zeros(0)] * len(jobs)
-    for rank, at in enumerate(order, 1):
-        weight = (rank**power - (rank - 1) ** power) ** (1 / power)
-        worths[at] = jobs[at].priority * weight * _speedups(jobs[at], sizes, question, taste)
-    given = allot(worths, sizes, question.devices)
-    by_size = sorted(range(len(jobs)), key=lambda at: -given[at])
-    return Answer({jobs[at].name: given[at] for at in by_size if given[at]})
+    order = sorted(range(len(jobs)), key=lambda at: (-works[at], -jobs[at].submitted_s))
+    for behind, at in enumerate(order):
+        speeds = _speedups(jobs[at], sizes, question, taste)
+        size, speed = _usual(speeds, sizes, taste.efficiency)
+        saved = (1 + taste.others * behind * size / question.devices) / speed
+        worths[at] = jobs[at].priority * saved * speeds
+    return worths
+
+
+def _usual(speeds: Floats, sizes: Sequence[int], efficiency: float) -> tuple[int, float]:
+    """Return the largest size whose devices are used that well, with its speed."""
+    for place in range(len(speeds) - 1, 0, -1):
+        if speeds[place] >= efficiency * sizes[place - 1] * max(speeds[1], 0.0) > 0:
+            return sizes[place - 1], float(speeds[place])
+    place = int(speeds.argmax())
+    return (sizes[place - 1], float(speeds[place])) if speeds[place] > 0 else (1, 1.0)
 
 
 def _speedups(job: ClusterJob, sizes: Sequence[int], question: Question, taste: Taste) -> Floats:

@@ -11,6 +11,7 @@ Source:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +22,16 @@ from scalai.core.cluster.question import Asked, Floats
 Ints = npt.NDArray[np.int64]
 Rows = Mapping[tuple[int, int, int], tuple[float, float]]
 """Seconds of a step and of its synchronization, by (hosts, devices, local batch)."""
-OVERLAPS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+_OVERLAPS = np.array([1.0, 1.5, 2.0, 3.0, 5.0, 10.0])
 """Exponents: 1 sums compute and synchronization, 10 hides the shorter one."""
 _BATCHES = 40
 """Batches tried for each size."""
 _ASKED_EFFICIENCY = 0.65
 """Usual part of ideal speed at the size that a person asks for."""
-_FAR = 0.5
-"""Prior: synchronization over compute at the size asked for, on several hosts."""
+_FAR = 0.15
+_FAR_BEYOND = 0.4
+"""Priors: synchronization over compute on several hosts, at the size asked for; on two, where one was
+asked for."""
 _GROWTH = 0.03
 """Prior: growth of synchronization with each further device, relative."""
 
@@ -72,26 +75,31 @@ def fit(rows: Rows, asked: Asked, limits: Limits, per_host: int) -> StepModel:
     keys = np.array(list(rows), dtype=np.float64)
     hosts, devices, local = keys[:, 0], keys[:, 1], keys[:, 2]
     step, exposed = np.array(list(rows.values()), dtype=np.float64).T
-    fixed, each = _line(local, step - exposed, prior=0.5)
+    fixed, each = _line(local, step - exposed)
     compute = np.maximum(fixed + each * local, 1e-9)
-    best: tuple[float, StepModel] | None = None
-    for overlap in OVERLAPS:
-        # Synchronization whose sum with the compute is the measured step.
-        rest = np.maximum(step**overlap - compute**overlap, 0.0) ** (1.0 / overlap)
-        near = _growth(devices, rest, (hosts == 1) & (devices > 1))
-        far = _growth(devices, rest, hosts > 1)
-        if near is None:
-            near = (far[0] / 2, far[1] / 2) if far is not None else (0.0, 0.0)
-        if far is None:
-            far = _expected(fixed, each, asked, limits, per_host)
-            far = max(far[0], near[0] * 1.1), max(far[1], near[1] * 1.1)
-        model = StepModel(fixed, each, near, far, overlap)
-        said = model.step(hosts.astype(np.int64), devices.astype(np.int64), local)
-        wrong = float(np.mean(np.log(said / step) ** 2)) + 1e-4 * (overlap - 1) ** 2
-        if best is None or wrong < best[0]:
-            best = wrong, model
-    assert best is not None
-    return best[1]
+    # By overlap and row: synchronization whose sum with the compute is the measured step.
+    power = _OVERLAPS[:, None]
+    rest = np.maximum(step**power - compute**power, 0.0) ** (1.0 / power)
+    more = np.maximum(devices - 2, 0.0)
+    near = _growth(more, rest, (hosts == 1) & (devices > 1))
+    far = _growth(more, rest, hosts > 1)
+    if near is None:
+        near = far / 2 if far is not None else np.zeros((2, len(_OVERLAPS)))
+    if far is None:
+        hoped = _expected(fixed, each, asked, limits, per_host)
+        far = np.maximum(np.array(hoped)[:, None], near * 1.1)
+    base, growth = (np.where(hosts > 1, far[part][:, None], near[part][:, None]) for part in (0, 1))
+    sync = np.where(devices > 1, base + growth * more, 0.0)
+    said = (compute**power + sync**power) ** (1.0 / power)
+    wrong = (np.log(said / step) ** 2).mean(axis=1) + 1e-4 * (_OVERLAPS - 1) ** 2
+    best = int(wrong.argmin())
+    return StepModel(
+        fixed,
+        each,
+        (float(near[0, best]), float(near[1, best])),
+        (float(far[0, best]), float(far[1, best])),
+        float(_OVERLAPS[best]),
+    )
 
 
 def _expected(
@@ -101,43 +109,42 @@ def _expected(
     is_near = asked.devices <= per_host
     form = form_of(asked.batch, devices, limits, 0)
     compute = form.passes * (fixed + each * form.local)
-    base = compute * (1.0 if is_near else _FAR) / (1 + _GROWTH * (devices - 2))
+    base = compute * (_FAR_BEYOND if is_near else _FAR) / (1 + _GROWTH * (devices - 2))
     return base, base * _GROWTH
 
 
-def _line(x: Floats, y: Floats, prior: float) -> tuple[float, float]:
-    """Fit ``y = a + b·x`` with both parts not negative."""
-    if len(set(x.tolist())) == 1:
-        mean = float(y.mean())
-        return mean * prior, mean * (1 - prior) / float(x[0])
-    # Relative errors count.
-    weight = 1.0 / np.maximum(y, 1e-9)
-    matrix = np.stack([weight, weight * x], axis=1)
-    (a, b), *_ = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)
+def _line(x: Floats, y: Floats) -> tuple[float, float]:
+    """Fit ``y = a + b·x``, by relative errors, with both parts not negative."""
+    weight = 1.0 / np.maximum(y, 1e-9) ** 2
+    total, sx, sy = weight.sum(), (weight * x).sum(), (weight * y).sum()
+    sxx, sxy = (weight * x * x).sum(), (weight * x * y).sum()
+    spread = total * sxx - sx * sx
+    if spread <= 1e-9 * total * sxx:
+        mean = float(sy / total)
+        return mean / 2, mean / 2 / float(x[0])
+    b = (total * sxy - sx * sy) / spread
+    a = (sy - b * sx) / total
     if b <= 0:
-        return float(y.mean()), 0.0
-    if a < 0:
-        return 0.0, float((y * x * weight**2).sum() / (x * x * weight**2).sum())
-    return float(a), float(b)
+        return float(sy / total), 0.0
+    return (0.0, float(sxy / sxx)) if a < 0 else (float(a), float(b))
 
 
-def _growth(
-    devices: Floats, rest: Floats, is_of: npt.NDArray[np.bool_]
-) -> tuple[float, float] | None:
-    """Fit ``rest = base + growth·(devices - 2)`` of some rows; None: there are none."""
+def _growth(more: Floats, rest: Floats, is_of: npt.NDArray[np.bool_]) -> Floats | None:
+    """Fit ``rest = base + growth·more`` of some rows, for each overlap; None: there are none."""
     if not is_of.any():
         return None
-    more, y = devices[is_of] - 2, rest[is_of]
-    if len(set(more.tolist())) == 1:
-        base = float(y.mean()) / (1 + _GROWTH * float(more[0]))
-        return base, base * _GROWTH
-    matrix = np.stack([np.ones(len(y)), more], axis=1)
-    (a, b), *_ = np.linalg.lstsq(matrix, y, rcond=None)
-    if b < 0:
-        return float(y.mean()), 0.0
-    if a < 0:
-        return 0.0, float((y * more).sum() / max((more * more).sum(), 1e-9))
-    return float(a), float(b)
+    x, y = more[is_of], rest[:, is_of]
+    mean = y.mean(axis=1)
+    spread = x - x.mean()
+    if not spread.any():
+        base = mean / (1 + _GROWTH * x[0])
+        return np.stack([base, base * _GROWTH])
+    b = (y * spread).sum(axis=1) / (spread * spread).sum()
+    a = mean - b * x.mean()
+    through = (y * x).sum(axis=1) / (x * x).sum()
+    base = np.where(b < 0, mean, np.where(a < 0, 0.0, a))
+    growth = np.where(b < 0, 0.0, np.where(a < 0, through, b))
+    return np.stack([base, growth])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,25 +197,43 @@ class Speeds:
         return Pass(int(local[0]), int(passes[0]))
 
     def _best(self, hosts: Ints, devices: Ints) -> tuple[Floats, Ints, Ints]:
-        least, most = self.limits.batch
-        low, high = self.limits.local
-        n = devices[:, None]
-        if self.batch is None:
-            first = np.minimum(np.maximum(least, low * devices), most)
-            part = np.linspace(0.0, 1.0, _BATCHES)
-            wanted = first[:, None] * (most / first[:, None]) ** part
-        else:
-            wanted = np.full((len(devices), 1), float(self.batch))
-        local, passes = _forms(wanted, n, self.noise.unit, most, high)
-        batch = (n * local * passes).astype(np.float64)
-        samples = local.astype(np.float64)
-        step = self.model.step(hosts[:, None], n, samples)
-        seconds = step + (passes - 1) * self.model.compute(samples)
-        is_allowed = (local >= low) & (local <= high) & (batch <= most)
-        rate = np.where(is_allowed, self.noise.gain(batch) / seconds, 0.0)
+        grid = _grid(self.limits, self.noise.unit, self.batch, tuple(devices.tolist()))
+        samples, model = grid.samples, self.model
+        compute = model.compute(samples)
+        sync = model.sync(hosts, devices)[:, None]
+        step = (compute**model.overlap + sync**model.overlap) ** (1.0 / model.overlap)
+        seconds = step + (grid.passes - 1) * compute
+        rate = np.where(grid.is_allowed, self.noise.gain(grid.batch) / seconds, 0.0)
         best = rate.argmax(axis=1)
         at = np.arange(len(devices))
-        return rate[at, best], local[at, best], passes[at, best]
+        return rate[at, best], grid.local[at, best], grid.passes[at, best]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Forms of steps by devices and batch."""
+
+    local: Ints
+    passes: Ints
+    samples: Floats
+    batch: Floats
+    is_allowed: npt.NDArray[np.bool_]
+
+
+@lru_cache(maxsize=4096)
+def _grid(limits: Limits, unit: int, batch: int | None, devices: tuple[int, ...]) -> _Grid:
+    (least, most), (low, high) = limits.batch, limits.local
+    n = np.array(devices)
+    if batch is None:
+        first = np.minimum(np.maximum(least, low * n), most)
+        part = np.linspace(0.0, 1.0, _BATCHES)
+        wanted = first[:, None] * (most / first[:, None]) ** part
+    else:
+        wanted = np.full((len(n), 1), float(batch))
+    local, passes = _forms(wanted, n[:, None], unit, most, high)
+    total = (n[:, None] * local * passes).astype(np.float64)
+    is_allowed = (local >= low) & (local <= high) & (total <= most)
+    return _Grid(local, passes, local.astype(np.float64), total, is_allowed)
 
 
 def _forms(wanted: Floats, devices: Ints, unit: int, most: int, high: int) -> tuple[Ints, Ints]:
