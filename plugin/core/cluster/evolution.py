@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from scalai.core.cluster.question import Floats
 
-_POPULATION = 24
-_GENERATIONS = 30
+_POPULATION = 16
+_GENERATIONS = 20
 _EVICTED = 0.3
 Genomes = npt.NDArray[np.int64]
 """By genome and job, an index of its size; 0: it waits."""

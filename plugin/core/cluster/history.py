@@ -91,7 +91,7 @@ def serve(
     free = devices
     order = sorted(range(len(jobs)), key=lambda at: (jobs[at].at_s, at))
     arrived = 0
-    while arrived < len(order) or queue:
+    while arrived < len(order) or queue or ends:
         upcoming = jobs[order[arrived]].at_s if arrived < len(order) else float("inf")
         now = min(upcoming, ends[0][0] if ends else float("inf"))
         while ends and ends[0][0] <= now:

@@ -21,12 +21,16 @@ class Taste:
         others: Weight of the delay of jobs with more work.
         stay_s: Time over which the standstill of a change is written off.
         keep: Advantage of the present size.
+        lean: Exponent by which past service makes a job without a length count less.
+        service_s: Device-seconds from which on it does.
     """
 
     efficiency: float = 0.5
     others: float = 1.0
     stay_s: float = 240.0
     keep: float = 0.05
+    lean: float = 0.3
+    service_s: float = 3600.0
 
 
 TASTE = Taste()
@@ -45,12 +49,30 @@ def shortest(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer
 
 
 def goodput(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
-    """As ``shortest``, blind: a job's remaining work is expected to equal what it has done.
+    """Be fair without lengths: each job's slowdown against an equal share counts, less for jobs
+    that have had much.
 
-    The measure is Pollux's goodput: throughput times statistical efficiency.
+    Source:
+        Pollux (Qiao et al., OSDI 2021), section 3.3, "goodput" and the power mean of speedups over
+        the fair share, exponent -1; differs in: an exact allotment, and weights by past service.
     """
-    works = [_attained(job) for job in question.jobs]
-    return _weighted(question, works, taste)
+    sizes = _sizes(question)
+    worths = _fair_worths(question, sizes, taste)
+    return _answer(question.jobs, allot(worths, sizes, question.devices))
+
+
+def _fair_worths(question: Question, sizes: Sequence[int], taste: Taste) -> list[Floats]:
+    share = -(-question.devices // max(len(question.jobs), 1))
+    fair = max((place for place, size in enumerate(sizes, 1) if size <= share), default=1)
+    worths = []
+    for job in question.jobs:
+        speeds = _speedups(job, sizes, question, taste)
+        usual = float(speeds[: fair + 1].max())
+        weight = job.priority * (1 + job.standing.service_s / taste.service_s) ** -taste.lean
+        slowdown = np.full(len(speeds), np.inf)
+        np.divide(max(usual, 1.0), speeds + 1e-3, out=slowdown, where=speeds >= 0)
+        worths.append(-weight * slowdown)
+    return worths
 
 
 def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
@@ -78,7 +100,9 @@ def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) ->
 def evolutionary(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
     """As ``goodput``, by evolution from the running genome and the last best one."""
     jobs, sizes = question.jobs, _sizes(question)
-    worths = np.stack(_worths(question, [_attained(job) for job in jobs], sizes, taste))
+    if not jobs:
+        return Answer({})
+    worths = np.stack(_fair_worths(question, sizes, taste))
     start = [
         [job.devices for job in jobs],
         [int(memory.get(job.name, 0)) for job in jobs],
@@ -125,10 +149,6 @@ def _work(job: ClusterJob) -> float:
     if job.remaining is None or not job.standing.ran_s:
         return 0.0
     return job.remaining / alone
-
-
-def _attained(job: ClusterJob) -> float:
-    return job.done / _alone(job) if job.standing.ran_s else 0.0
 
 
 def _alone(job: ClusterJob) -> float:

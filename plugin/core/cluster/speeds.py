@@ -30,8 +30,8 @@ _ASKED_EFFICIENCY = 0.65
 """Usual part of ideal speed at the size that a person asks for."""
 _FAR = 0.15
 _FAR_BEYOND = 0.4
-"""Priors: synchronization over compute on several hosts, at the size asked for; on two, where one was
-asked for."""
+"""Priors: synchronization over compute on several hosts, at the size asked for; on two, where a
+person asked for one."""
 _GROWTH = 0.03
 """Prior: growth of synchronization with each further device, relative."""
 
