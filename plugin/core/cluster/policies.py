@@ -152,9 +152,9 @@ def _work(job: ClusterJob) -> float:
 
 
 def _alone(job: ClusterJob) -> float:
-    """Return progress a second at the smallest size, spread over its devices."""
-    least = job.limits.devices[0]
-    return float(job.rates[least]) / least
+    """Return progress a second at the smallest size with a rate, spread over its devices."""
+    running = np.flatnonzero(job.rates > 0)
+    return float(job.rates[running[0]]) / int(running[0]) if len(running) else 1.0
 
 
 def _weighted(question: Question, works: Sequence[float], taste: Taste) -> Answer:
@@ -164,8 +164,11 @@ def _weighted(question: Question, works: Sequence[float], taste: Taste) -> Answe
 
 
 def _sizes(question: Question) -> list[int]:
+    """Return the sizes to choose from: ``sizes_of``, each job's least one, and the present ones."""
     most = max((job.limits.devices[1] for job in question.jobs), default=0)
-    return sizes_of(min(most, question.devices), question.per_host)
+    own = {job.limits.devices[0] for job in question.jobs} | {job.devices for job in question.jobs}
+    usual = sizes_of(min(most, question.devices), question.per_host)
+    return sorted(own.union(usual) - {0})
 
 
 def _answer(jobs: Sequence[ClusterJob], given: Sequence[int]) -> Answer:
@@ -186,16 +189,16 @@ def _worths(
     order = sorted(range(len(jobs)), key=lambda at: (-works[at], -jobs[at].submitted_s))
     for behind, at in enumerate(order):
         speeds = _speedups(jobs[at], sizes, question, taste)
-        size, speed = _usual(speeds, sizes, taste.efficiency)
+        size, speed = _usual(speeds, sizes, taste)
         saved = (1 + taste.others * behind * size / question.devices) / speed
         worths[at] = jobs[at].priority * saved * speeds
     return worths
 
 
-def _usual(speeds: Floats, sizes: Sequence[int], efficiency: float) -> tuple[int, float]:
-    """Return the largest size whose devices are used that well, with its speed."""
+def _usual(speeds: Floats, sizes: Sequence[int], taste: Taste) -> tuple[int, float]:
+    """Return the largest size whose devices are used well, with its speed."""
     for place in range(len(speeds) - 1, 0, -1):
-        if speeds[place] >= efficiency * sizes[place - 1] * max(speeds[1], 0.0) > 0:
+        if speeds[place] >= taste.efficiency * sizes[place - 1]:
             return sizes[place - 1], float(speeds[place])
     place = int(speeds.argmax())
     return (sizes[place - 1], float(speeds[place])) if speeds[place] > 0 else (1, 1.0)
@@ -205,16 +208,13 @@ def _speedups(job: ClusterJob, sizes: Sequence[int], question: Question, taste: 
     """Return the speed at each size over one device, less the standstill of a change."""
     speeds = np.full(len(sizes) + 1, -np.inf)
     speeds[0] = 0.0
-    most = len(job.rates) - 1
+    alone, (least, most), present = _alone(job), job.limits.devices, job.devices
     if not job.standing.ran_s:
         # Nothing is measured yet: one host at most.
-        most = min(most, question.per_host)
-    alone = _alone(job)
-    least = job.limits.devices[0]
+        most = min(most, max(question.per_host, least))
     lost = min(job.pause_s / taste.stay_s, 1.0)
     for place, size in enumerate(sizes, 1):
-        if not least <= size <= most:
-            continue
-        speed = float(job.rates[size]) / alone
-        speeds[place] = speed * (1 - lost) if size != job.devices else speed * (1 + taste.keep)
+        if least <= size <= min(most, len(job.rates) - 1) and job.rates[size] > 0:
+            speed = float(job.rates[size]) / alone
+            speeds[place] = speed * (1 + taste.keep if size == present else 1 - lost)
     return speeds

@@ -44,7 +44,7 @@ class ClusterJob:
         kind: Name that recurs with the same training, for histories.
         submitted_s: On the clock of ``Question.now_s``.
         rates: Predicted progress a second at its best allowed batch, by devices on the fewest
-            hosts; index 0 is 0. Sizes that are not allowed have 0.
+            hosts; index 0 is 0. Sizes that no valid layout has, or that are not allowed, have 0.
         remaining: Progress until its end, in the unit of ``rates``; None: not stated.
         pause_s: Standstill of a change of its devices.
         priority: Factor of its worth; 1 is usual.

@@ -70,6 +70,17 @@ def test_a_size_stays_where_another_gains_less_than_its_standstill(name: str) ->
     assert POLICIES[name](ask(one), {}).devices == {"job-0": 4}
 
 
+@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program", "evolutionary"])
+def test_only_sizes_with_a_valid_layout_are_given(name: str) -> None:
+    rates = np.zeros(17)
+    rates[6], rates[12] = 5.0, 9.0
+    odd = job(0, rates=rates, limits=Limits((6, 12), (8, 64), (1, 8)), standing=Standing())
+    assert POLICIES[name](ask(odd), {}).devices == {"job-0": 6}
+    running = replace(odd, standing=Standing((4, 2), 900.0, 5400.0))
+    assert POLICIES[name](ask(running), {}).devices == {"job-0": 12}
+    assert POLICIES[name](ask(replace(running, rates=np.zeros(17))), {}).devices == {}
+
+
 def test_the_shortest_work_comes_first_where_not_all_fit() -> None:
     jobs = [job(n, remaining=10.0 ** (5 - n), limits=Limits((4, 4), (8, 64), (1, 8)))
             for n in range(5)]  # fmt: skip
