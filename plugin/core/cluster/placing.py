@@ -96,7 +96,7 @@ class _Floor:
         return tuple(hosts)
 
     def clear(self, devices: int) -> None:
-        """Move small jobs aside until there are whole hosts enough for a job, if that is possible."""
+        """Move small jobs aside, if possible, until a job has its whole hosts."""
         while sum(count == self.per_host for count in self.left) < devices // self.per_host:
             small: dict[int, list[str]] = {}
             for name, hosts in self.found.items():

@@ -5,12 +5,13 @@ from random import Random
 import pytest
 
 from scalai.core.cluster.placing import Hosts, place_most_free, place_packed
+from scalai.core.cluster.simulator import Place
 
 
 @pytest.mark.parametrize("place", [place_most_free, place_packed])
 @pytest.mark.parametrize("seed", range(20))
 def test_each_job_has_its_devices_no_host_too_many_and_unchanged_jobs_stay_or_become_compact(
-    place: type[place_packed], seed: int
+    place: Place, seed: int
 ) -> None:
     random = Random(seed)
     free = [4] * 6
