@@ -9,23 +9,25 @@ TIRESIAS_SERVICE_S = 16 * 3600
 
 
 def in_order(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
-    """Give each job its asked devices in turn, and pass over those that do not fit."""
-    given: dict[str, int] = {}
+    """Give each job its asked devices in turn, all at most, and pass over those that do not fit."""
+    given, left = dict[str, int](), devices
     for job in jobs:
-        if job.asked.devices <= devices:
-            given[job.name] = job.asked.devices
-            devices -= job.asked.devices
+        size = min(job.asked.devices, devices)
+        if size <= left:
+            given[job.name] = size
+            left -= size
     return given
 
 
 def until_blocked(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
-    """Give each job its asked devices in turn, until one does not fit."""
-    given: dict[str, int] = {}
+    """Give each job its asked devices in turn, all at most, until one does not fit."""
+    given, left = dict[str, int](), devices
     for job in jobs:
-        if job.asked.devices > devices:
+        size = min(job.asked.devices, devices)
+        if size > left:
             break
-        given[job.name] = job.asked.devices
-        devices -= job.asked.devices
+        given[job.name] = size
+        left -= size
     return given
 
 

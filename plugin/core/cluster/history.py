@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from scalai.core.cluster.question import Ended
+from scalai.core.errors import RefusedError
 
 _ROLLING = 50
 """Newest jobs that count for a prediction."""
@@ -81,7 +82,15 @@ def serve(
 
     Args:
         is_known: An oracle: the prediction is the truth.
+
+    Raises:
+        RefusedError: A job wants more devices than there are.
     """
+    largest = max((job.devices for job in jobs), default=0)
+    if largest > devices:
+        raise RefusedError(
+            f"a job wants {largest} devices of {devices}; give more, or leave it out."
+        )
     begins = [0.0] * len(jobs)
     said: list[float | None] = [None] * len(jobs)
     forecast = Forecast()

@@ -38,7 +38,7 @@ def test_no_other_allotment_is_worth_more(seed: int) -> None:
     assert total(worths, given) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_evolution_is_valid_and_never_above_the_exact_optimum(seed: int) -> None:
     worths = worths_of(seed, jobs=5)
     exact = total(worths, allot(worths, SIZES, 9))

@@ -4,6 +4,7 @@ import pytest
 
 from scalai.core.cluster.history import Forecast, PowerRule, QueuedJob, hosts_on, serve
 from scalai.core.cluster.question import Ended
+from scalai.core.errors import RefusedError
 
 
 def test_the_narrowest_history_with_enough_jobs_counts() -> None:
@@ -28,6 +29,11 @@ def test_a_queue_serves_in_order_or_by_predicted_service_and_sees_no_future() ->
     assert by_service.predicted_s[:3] == (None, None, None)
     assert by_service.predicted_s[8] == 1.0
     assert max(busy for _, busy in first.busy) == 4 and first.busy[-1][1] == 0
+
+
+def test_a_job_beyond_all_devices_is_refused_and_does_not_wait_for_ever() -> None:
+    with pytest.raises(RefusedError, match="5 devices of 4"):
+        serve([QueuedJob(0.0, 5, 1.0)], 4, by_service=False)
 
 
 def test_hosts_go_on_at_once_and_off_after_a_rest() -> None:

@@ -42,7 +42,7 @@ def drawn(seed: int) -> Question:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_more_devices_are_given_than_there_are_and_each_job_keeps_its_limits(
     name: str, seed: int
 ) -> None:
@@ -108,10 +108,15 @@ def test_tiresias_puts_jobs_with_much_service_behind_and_remembers_it() -> None:
 
 
 def test_fifo_waits_for_the_first_and_fixed_passes_it_by() -> None:
-    big = job(0, asked=Asked(8, 64))
-    question = ask(big, job(1), hosts=1)
-    assert POLICIES["fifo"](question, {}).devices == {}
-    assert POLICIES["fixed"](question, {}).devices == {"job-1": 4}
+    running = job(0, standing=Standing((4,), 600.0, 2400.0))
+    question = ask(running, job(1, asked=Asked(8, 64)), job(2), hosts=2)
+    assert POLICIES["fifo"](question, {}).devices == {"job-0": 4}
+    assert POLICIES["fixed"](question, {}).devices == {"job-0": 4, "job-2": 4}
+
+
+@pytest.mark.parametrize("name", ["fifo", "fixed", "tiresias", "qssf"])
+def test_a_job_that_asks_for_more_than_all_devices_gets_all_of_them(name: str) -> None:
+    assert POLICIES[name](ask(job(0, asked=Asked(9, 64)), hosts=2), {}).devices == {"job-0": 8}
 
 
 def test_qssf_serves_the_kind_first_that_was_short_before() -> None:

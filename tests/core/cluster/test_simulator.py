@@ -58,7 +58,7 @@ def test_a_batch_that_gains_nothing_is_not_taken_and_one_that_gains_all_is() -> 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_job_ends_and_at_no_time_are_more_devices_used_than_there_are(name: str) -> None:
-    jobs = [submitted(n, 37.0 * n, devices=1 + n % 3) for n in range(12)]
+    jobs = [submitted(n, 37.0 * n, devices=1 + n % 3) for n in range(8)]
     found = run(name, jobs, Sight(is_length_stated=True, is_batch_free=name != "optimus",
                                   is_in_epochs=name == "optimus"), Rules(hosts=2))  # fmt: skip
     assert set(found.completion_s) == {one.name for one in jobs}
