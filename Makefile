@@ -57,7 +57,7 @@ check: $(VENV)/ready
 
 bench: $(VENV)/ready
 	@test -f benchmarks/$(NAME).py || { echo "make bench NAME=x, where x is one of: $(BENCHMARKS)" >&2; exit 2; }
-	@$(PYTHON) benchmarks/$(NAME).py $(if $(ROWS),--rows $(ROWS)) $(if $(RECONFIGURATIONS),--reconfigurations $(RECONFIGURATIONS))
+	@$(PYTHON) benchmarks/$(NAME).py $(if $(ROWS),--rows $(ROWS)) $(if $(RECONFIGURATIONS),--reconfigurations $(RECONFIGURATIONS)) $(if $(ALL),--all) $(if $(DATA),--data $(DATA))
 
 # On a machine with a CUDA device, by the Python that has its torch: the tests and figures of devices.
 gpu: PYTHON = python3

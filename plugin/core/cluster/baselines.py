@@ -1,0 +1,94 @@
+"""Policies to compare with: first come first served, sizes as asked, Tiresias, Optimus."""
+
+from collections.abc import Sequence
+
+from scalai.core.cluster.question import Answer, ClusterJob, Memory, Question
+
+TIRESIAS_SERVICE_S = 16 * 3600
+"""Device-seconds after which Tiresias puts a job behind the others."""
+
+
+def in_order(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
+    """Give each job its asked devices in turn, all at most, and pass over those that do not fit."""
+    given, left = dict[str, int](), devices
+    for job in jobs:
+        size = min(job.asked.devices, devices)
+        if size <= left:
+            given[job.name] = size
+            left -= size
+    return given
+
+
+def until_blocked(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
+    """Give each job its asked devices in turn, all at most, until one does not fit."""
+    given, left = dict[str, int](), devices
+    for job in jobs:
+        size = min(job.asked.devices, devices)
+        if size > left:
+            break
+        given[job.name] = size
+        left -= size
+    return given
+
+
+def fifo(question: Question, memory: Memory) -> Answer:
+    """Serve jobs as asked, in order of submission, to the end; the next one waits for room."""
+    jobs = sorted(question.jobs, key=lambda job: (not job.devices, job.submitted_s))
+    return Answer(until_blocked(jobs, question.devices))
+
+
+def fixed(question: Question, memory: Memory) -> Answer:
+    """Serve jobs as asked, to the end, in order of submission; smaller ones fill the gaps."""
+    jobs = sorted(question.jobs, key=lambda job: (not job.devices, job.submitted_s))
+    return Answer(in_order(jobs, question.devices))
+
+
+def tiresias(question: Question, memory: Memory) -> Answer:
+    """Serve jobs as asked; those with much service wait behind the others, and lose their devices.
+
+    Source:
+        Tiresias (Gu et al., NSDI 2019), section 3.2, discretized two-dimensional least attained
+        service; differs in: two queues, without promotion, as the runs of Pollux had it.
+    """
+    late = dict(memory)
+    for job in question.jobs:
+        service = job.standing.ran_s * job.asked.devices
+        if job.name not in late and service >= TIRESIAS_SERVICE_S:
+            late[job.name] = question.now_s
+    order = {job.name: place for place, job in enumerate(question.jobs)}
+    jobs = sorted(
+        question.jobs, key=lambda job: (job.name in late, late.get(job.name, 0.0), order[job.name])
+    )
+    return Answer(in_order(jobs, question.devices), {n: t for n, t in late.items() if n in order})
+
+
+def optimus(question: Question, memory: Memory) -> Answer:
+    """Give one device to each job, and each further one where it saves the most time.
+
+    Source:
+        Optimus (Peng et al., EuroSys 2018), section 4.1, "marginal gain"; differs in: workers
+        alone, without parameter servers, as the runs of Pollux had it.
+    """
+    left = question.devices
+    sizes: dict[str, int] = {}
+    gains: dict[str, float] = {}
+    jobs = {job.name: job for job in question.jobs}
+    for job in question.jobs:
+        sizes[job.name] = 1 if left else 0
+        left -= sizes[job.name]
+        gains[job.name] = _saved(job, 1) if left and sizes[job.name] else 0.0
+    while left and max(gains.values(), default=0.0) > 0:
+        name = max(gains, key=lambda name: gains[name])
+        sizes[name] += 1
+        left -= 1
+        gains[name] = _saved(jobs[name], sizes[name])
+    # The smallest are placed first.
+    return Answer({name: sizes[name] for name in sorted(sizes, key=lambda name: sizes[name])})
+
+
+def _saved(job: ClusterJob, devices: int) -> float:
+    """Return the seconds that one more device saves until the job's end."""
+    assert job.remaining is not None, "Optimus knows each job's remaining work"
+    if devices + 1 >= len(job.rates):
+        return 0.0
+    return job.remaining * float(1 / job.rates[devices] - 1 / job.rates[devices + 1])

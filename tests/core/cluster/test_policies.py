@@ -1,0 +1,130 @@
+"""Who gets what: laws that hold for every policy, and the rule of each."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from scalai.core.cluster.application import Limits
+from scalai.core.cluster.policies import POLICIES
+from scalai.core.cluster.question import Asked, ClusterJob, Ended, Question, Standing
+
+FAST = {name: policy for name, policy in POLICIES.items() if name != "evolutionary"}
+
+
+def job(number: int, **changes: object) -> ClusterJob:
+    sizes = np.arange(0, 17, dtype=np.float64)
+    plain = ClusterJob(
+        f"job-{number}", "gpt", float(number), Asked(4, 64), Limits((1, 16), (8, 64), (1, 8)),
+        Standing((), 60.0, 60.0), sizes / (1 + 0.05 * np.maximum(sizes - 1, 0)),
+        remaining=1000.0, pause_s=30.0,
+    )  # fmt: skip
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def ask(*jobs: ClusterJob, hosts: int = 4, ended: tuple[Ended, ...] = ()) -> Question:
+    return Question(1000.0, jobs, hosts, 4, ended)
+
+
+def drawn(seed: int) -> Question:
+    random = Random(seed)
+    jobs = []
+    for number in range(random.randrange(1, 12)):
+        size = random.choice([0, 0, 1, 2, 4])
+        standing = Standing((size,) if size else (), 60.0 * size, 240.0 * size)
+        limits = Limits((random.choice([1, 2]), 16), (8, 64), (1, 8))
+        jobs.append(
+            job(number, standing=standing, limits=limits, asked=Asked(random.randrange(1, 9), 64),
+                remaining=random.lognormvariate(7, 2), done=random.random() * 1000)
+        )  # fmt: skip
+    return ask(*jobs)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_no_more_devices_are_given_than_there_are_and_each_job_keeps_its_limits(
+    name: str, seed: int
+) -> None:
+    question = drawn(seed)
+    answer = POLICIES[name](question, {})
+    known = {one.name: one for one in question.jobs}
+    assert sum(answer.devices.values()) <= question.devices
+    for one, given in answer.devices.items():
+        limit = known[one].asked.devices if name in ("fifo", "fixed", "tiresias", "qssf") else 1
+        assert limit <= given <= known[one].limits.devices[1]
+    assert POLICIES[name](question, {}) == answer
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_job_alone_runs(name: str) -> None:
+    assert POLICIES[name](ask(job(0)), {}).devices["job-0"] >= 1
+    assert POLICIES[name](ask(), {}).devices == {}
+
+
+@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program", "evolutionary"])
+def test_a_size_stays_where_another_gains_less_than_its_standstill(name: str) -> None:
+    rates = np.minimum(np.arange(0, 17, dtype=np.float64), 4.0)
+    rates[8:] = 4.2
+    one = job(0, standing=Standing((4,), 600.0, 2400.0), rates=rates)
+    assert POLICIES[name](ask(one), {}).devices == {"job-0": 4}
+
+
+@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program", "evolutionary"])
+def test_only_sizes_with_a_valid_layout_are_given(name: str) -> None:
+    rates = np.zeros(17)
+    rates[6], rates[12] = 5.0, 9.0
+    odd = job(0, rates=rates, limits=Limits((6, 12), (8, 64), (1, 8)), standing=Standing())
+    assert POLICIES[name](ask(odd), {}).devices == {"job-0": 6}
+    running = replace(odd, standing=Standing((4, 2), 900.0, 5400.0))
+    assert POLICIES[name](ask(running), {}).devices == {"job-0": 12}
+    assert POLICIES[name](ask(replace(running, rates=np.zeros(17))), {}).devices == {}
+
+
+def test_the_shortest_work_comes_first_where_not_all_fit() -> None:
+    jobs = [job(n, remaining=10.0 ** (5 - n), limits=Limits((4, 4), (8, 64), (1, 8)))
+            for n in range(5)]  # fmt: skip
+    assert "job-0" not in POLICIES["shortest"](ask(*jobs), {}).devices
+
+
+def test_priority_turns_the_order() -> None:
+    limits = Limits((4, 4), (8, 64), (1, 8))
+    jobs = [job(0, limits=limits, priority=50.0), job(1, limits=limits, remaining=500.0)]
+    assert POLICIES["shortest"](ask(*jobs, hosts=1), {}).devices == {"job-0": 4}
+
+
+def test_a_blind_policy_does_not_look_at_lengths() -> None:
+    question = drawn(5)
+    hidden = replace(question, jobs=tuple(replace(one, remaining=None) for one in question.jobs))
+    for name in ("goodput", "evolutionary", "dynamic-program", "tiresias", "qssf", "fifo"):
+        assert POLICIES[name](hidden, {}) == POLICIES[name](question, {})
+
+
+def test_tiresias_puts_jobs_with_much_service_behind_and_remembers_it() -> None:
+    long = job(0, standing=Standing((4,), 16 * 900.0, 16 * 3600.0))
+    first = POLICIES["tiresias"](ask(long, job(1), hosts=1), {})
+    assert first.devices == {"job-1": 4}
+    assert set(first.memory) == {"job-0"}
+
+
+def test_fifo_waits_for_the_first_and_fixed_passes_it_by() -> None:
+    running = job(0, standing=Standing((4,), 600.0, 2400.0))
+    question = ask(running, job(1, asked=Asked(8, 64)), job(2), hosts=2)
+    assert POLICIES["fifo"](question, {}).devices == {"job-0": 4}
+    assert POLICIES["fixed"](question, {}).devices == {"job-0": 4, "job-2": 4}
+
+
+@pytest.mark.parametrize("name", ["fifo", "fixed", "tiresias", "qssf"])
+def test_a_job_that_asks_for_more_than_all_devices_gets_all_of_them(name: str) -> None:
+    assert POLICIES[name](ask(job(0, asked=Asked(9, 64)), hosts=2), {}).devices == {"job-0": 8}
+
+
+def test_qssf_serves_the_kind_first_that_was_short_before() -> None:
+    past = (*[Ended("long", 4, 9000.0)] * 3, *[Ended("short", 4, 60.0)] * 3)
+    jobs = [job(0, kind="long"), job(1, kind="short")]
+    assert POLICIES["qssf"](ask(*jobs, hosts=1, ended=past), {}).devices == {"job-1": 4}
+
+
+def test_the_dynamic_program_admits_the_oldest_and_lets_all_of_them_run() -> None:
+    answer = POLICIES["dynamic-program"](ask(*(job(n) for n in range(6)), hosts=1), {})
+    assert answer.devices == {f"job-{n}": 1 for n in range(4)}
