@@ -2,6 +2,7 @@
 ``get_state_dict``, with that framework's groups."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from scalai.converters.checkpoint import PARAM, USER, Checkpoint
@@ -19,6 +20,8 @@ ADAMW: Mapping[str, Any] = {
     "differentiable": False, "fused": None, "decoupled_weight_decay": True,
 }  # fmt: skip
 """Entries of torch's AdamW group beside its rates."""
+RATES = ("lr", "betas", "eps", "weight_decay")
+"""Adam's hyperparameters under torch's names; all frameworks use them."""
 
 
 def described(source: Checkpoint, notes: list[str]) -> tuple[DcpJob, tuple[Mapping[str, Any], ...]]:
@@ -32,20 +35,47 @@ def described(source: Checkpoint, notes: list[str]) -> tuple[DcpJob, tuple[Mappi
     tensors = source.placed.collection.tensors
     pairs = [split_name(tensor.name) for tensor in tensors]
     trained = list(dict.fromkeys(name for kind, name in pairs if kind not in (PARAM, USER)))
-    step = content_of(lay_out_archive(source.values.step))
-    job = DcpJob(("model",), objects={"step": step}, paths={"step": ("step",)})
-    if not trained:
-        return job, ()
     members = members_of(source, trained)
     given = source.values.param_groups or ({},)
     kept = [(names, group) for names, group in zip(members, given, strict=True) if names]
+    return _training(kept, source.values.step, notes)
+
+
+def described_groups(
+    order: Sequence[str], of_name: Mapping[str, Mapping[str, Any]], step: int, notes: list[str]
+) -> tuple[DcpJob, tuple[Mapping[str, Any], ...]]:
+    """Return a training whose parameters have the groups of another framework.
+
+    Args:
+        order: The trained parameters.
+        of_name: The group of each.
+        notes: As for ``described``.
+    """
+    found: dict[int, tuple[list[str], Mapping[str, Any]]] = {}
+    for name in order:
+        group = of_name.get(name, {})
+        found.setdefault(id(group) if group else 0, ([], group))[0].append(name)
+    kept = [
+        (tuple(names), {rate: group[rate] for rate in RATES if rate in group})
+        for names, group in found.values()
+    ]
+    return _training(kept, step, notes)
+
+
+def _training(
+    kept: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], step: int, notes: list[str]
+) -> tuple[DcpJob, tuple[Mapping[str, Any], ...]]:
+    objects = {"step": content_of(lay_out_archive(step))}
+    job = DcpJob(("model",), objects=objects, paths={"step": ("step",)})
+    if not kept:
+        return job, ()
     groups = tuple(torch_group(group) for _, group in kept)
     if any("betas" in group for group in groups):
         notes.append(f"{INVENTED}AdamW's flags of parameter groups ({', '.join(ADAMW)})")
     else:
         notes.append("parameter groups have no betas and eps: torch's optimizer takes its own")
     tree = OptimizerTree(("optimizer",), False, tuple(names for names, _ in kept))
-    return DcpJob(job.model, (tree,), objects=job.objects, paths=job.paths), groups
+    return replace(job, optimizers=(tree,)), groups
 
 
 def members_of(source: Checkpoint, trained: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -58,8 +88,8 @@ def members_of(source: Checkpoint, trained: Sequence[str]) -> tuple[tuple[str, .
     if isinstance(job, DeepSpeedJob) and len(job.groups) == len(groups):
         known = set(trained)
         return tuple(tuple(name for name in names if name in known) for names in job.groups)
-    if len(groups) < 2:
-        return (tuple(trained),)
+    if len(groups) < 2 or not trained:
+        return (tuple(trained), *[()] * (len(groups) - 1))
     dims = {split_name(t.name)[1]: len(t.shape) for t in source.placed.collection.tensors
             if t.name.startswith(f"{PARAM}/")}  # fmt: skip
     members: list[list[str]] = [[] for _ in groups]

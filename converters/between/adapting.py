@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.converters.between.crossing import to_deepspeed, to_megatron
+from scalai.converters.between.crossing import to_deepspeed, to_megatron, to_torch
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.model_config import config_arguments, contradictions
@@ -225,6 +225,9 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
     if crosses:
         cross = _to_megatron if target == "megatron" else _to_deepspeed
         source = cross(source, links, request)
+    elif request.layout == "dcp" and links and source.values.framework == "megatron":
+        reference = None if request.reference is None else request.reference.checkpoint
+        source = to_torch(source, links, reference)
     return source, _lacking(source, request)
 
 
