@@ -24,6 +24,7 @@ import numpy.typing as npt
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
+    REPORT,
     STEP,
     USER,
     AuxiliaryFile,
@@ -390,6 +391,14 @@ class _DcpReader:
             yield from stray_notes(
                 self.directory / folder, _below(prefix, metadata, is_removed=True)
             )
+        own = {METADATA, STORED, REPORT, *self.folders}
+        others = sorted(
+            entry.name
+            for entry in self.directory.iterdir()
+            if entry.name not in own and entry.suffix != ".distcp"
+        )
+        if others:
+            yield f"not carried: {', '.join(others[:8])}{' ...' * (len(others) > 8)}"
 
 
 def _below(folder: str, metadata: Metadata, *, is_removed: bool = False) -> Metadata:

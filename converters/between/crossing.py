@@ -401,8 +401,8 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
     values, notes = source.values, list(source.notes)
     samples = values.counters.get("consumed_train_samples")
     counted: dict[str, Any] = {"iteration": values.step}
-    batch = (reference.arguments or {}).get("global_batch_size")
-    if samples is None and values.framework == "torch" and isinstance(batch, int):
+    batch = _batch(reference) if values.framework == "torch" else 0
+    if samples is None and batch:
         samples = values.step * batch
         notes.append(f"{INVENTED}consumed_train_samples {samples}: {values.step} steps of {batch}")
     if samples is None:
@@ -441,6 +441,15 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
         ),
         notes=tuple(notes),
     )
+
+
+def _batch(reference: Values) -> int:
+    """Return the global batch of a Megatron job; 0: unknown, or it grew."""
+    batch = (reference.arguments or {}).get("global_batch_size")
+    if isinstance(batch, int):
+        return batch
+    samples = reference.counters.get("consumed_train_samples") or 0
+    return 0 if samples % max(reference.step, 1) else int(samples) // max(reference.step, 1)
 
 
 def _left_by_deepspeed(values: Values) -> Iterator[str]:

@@ -21,8 +21,14 @@ def run(pool: WorkerPool, job: FsdpJob) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("form", ["nested", "flat"])
-@pytest.mark.parametrize("optimizer", ["adamw", "amsgrad", "sgd", "plain_sgd", "lion"])
+@pytest.mark.parametrize(
+    ("form", "optimizer"),
+    [
+        *((form, "adamw") for form in ("nested", "flat", "accelerate")),
+        *((form, of) for form in ("nested", "flat") for of in ("amsgrad", "sgd", "lion")),
+        ("nested", "plain_sgd"),
+    ],
+)
 def test_a_training_goes_on_from_what_is_written(
     pool: WorkerPool, tmp_path: Path, capsys: Capsys, form: str, optimizer: str
 ) -> None:

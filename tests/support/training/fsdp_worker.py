@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate.utils import fsdp_utils
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,7 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import StateDictType, fully_shard
+
+from support.training import hugging_models, jobs
 
 WORDS = 10
 
@@ -112,14 +116,36 @@ def train(rank: int, store: dist.Store, job: FsdpJob) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        if job.save:
+        if job.save and job.form == "accelerate":
+            plugin, accelerator = _accelerate(rank)
+            fsdp_utils.save_fsdp_model(plugin, accelerator, model, job.save)
+            fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, job.save)
+        elif job.save:
             dcp.save(tree(job, model, optimizer, begin + job.steps), checkpoint_id=job.save)
         return losses
     finally:
         dist.destroy_process_group()
 
 
+def _accelerate(rank: int) -> tuple[Any, Any]:
+    """Return what Accelerate's functions ask of its plugin and of itself."""
+    plugin = SimpleNamespace(
+        fsdp_version=2,
+        state_dict_type=StateDictType.SHARDED_STATE_DICT,
+        state_dict_config=None,
+    )
+    accelerator = SimpleNamespace(
+        process_index=rank, is_main_process=rank == 0, wait_for_everyone=dist.barrier
+    )
+    return plugin, accelerator
+
+
 def _load(job: FsdpJob, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    if job.form == "accelerate":
+        plugin, accelerator = _accelerate(dist.get_rank())
+        fsdp_utils.load_fsdp_model(plugin, accelerator, model, job.load)
+        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, job.load)
+        return 3
     content = tree(job, model, optimizer, 0)
     is_flat = job.form == "flat"
     dcp.load(content, checkpoint_id=job.load)
@@ -134,3 +160,62 @@ def _load(job: FsdpJob, model: nn.Module, optimizer: torch.optim.Optimizer) -> i
     options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
     set_optimizer_state_dict(model, optimizer, states, options=options)
     return int(step.item() if isinstance(step, Tensor) else step)
+
+
+@dataclass(frozen=True)
+class GptJob:
+    """A model of ``hugging_models`` that goes on behind step ``AFTER.start``."""
+
+    model: jobs.Job
+    world: int
+    load: str
+    save: str
+    """Saved as it was loaded."""
+
+
+def go_on(rank: int, store: dist.Store, job: GptJob) -> list[float]:
+    """Load a training, save it again and train on; return the mean losses."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    try:
+        torch.manual_seed(jobs.OTHER_SEED)
+        model = hugging_models.model_of(job.model)
+        mesh = init_device_mesh("cpu", (job.world,))
+        for block in model.get_submodule("model.layers").children():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        members: list[list[nn.Parameter]] = [[], []]
+        for parameter in model.parameters():
+            members[parameter.ndim < 2].append(parameter)
+        optimizer = torch.optim.AdamW([{"params": of} for of in members], lr=1e-2)
+        schedule = hugging_models.Schedule(optimizer)
+        weights = get_model_state_dict(model)
+        buffers = {name: value for name, value in weights.items() if "inv_freq" in name}
+        kept = {name: value for name, value in weights.items() if name not in buffers}
+        content: Any = {
+            "model": kept, "optimizer": get_optimizer_state_dict(model, optimizer), "step": 0,
+        }  # fmt: skip
+        dcp.load(content, checkpoint_id=job.load)
+        set_model_state_dict(model, {**content["model"], **buffers})
+        set_optimizer_state_dict(model, optimizer, content["optimizer"])
+        assert content["step"] == jobs.AFTER.start
+        again = {**content, "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(again, checkpoint_id=job.save)
+        schedule.load_state_dict({"last_epoch": jobs.AFTER.start})
+        losses = []
+        for step in jobs.AFTER:
+            schedule._set()
+            tokens, labels = (
+                part.chunk(job.world)[rank] for part in hugging_models.samples(job.model, step)
+            )
+            loss = model(tokens, labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), job.model.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.last_epoch += 1
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / job.world)
+        return losses
+    finally:
+        dist.destroy_process_group()
