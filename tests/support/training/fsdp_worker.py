@@ -1,5 +1,6 @@
 """A training with FSDP2 on CPU that is saved and loaded by torch.distributed.checkpoint."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -129,6 +130,7 @@ def train(rank: int, store: dist.Store, job: FsdpJob) -> list[float]:
 
 def _accelerate(rank: int) -> tuple[Any, Any]:
     """Return what Accelerate's functions ask of its plugin and of itself."""
+    fsdp_utils.logger = logging.getLogger("accelerate")  # its own asks for Accelerate's state
     plugin = SimpleNamespace(
         fsdp_version=2,
         state_dict_type=StateDictType.SHARDED_STATE_DICT,
