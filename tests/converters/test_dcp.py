@@ -8,6 +8,7 @@ import pytest
 from scalai.converters.checkpoint import REPORT
 from scalai.converters.consistency import compare, verify
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.sense import find_nonsense
 from scalai.converters.torch_archive import read_archive_bytes
 from support.checkpoints import open_in_order, write
 from support.command import Capsys, logged
@@ -38,6 +39,7 @@ def test_a_training_goes_on_from_what_is_written(
     assert code == 0, text
     assert ("dataloader is the place in the data of 2 ranks" in text) == (form == "flat")
     assert open_checkpoint(new).values.step == 3
+    assert list(find_nonsense(open_checkpoint(saved))) == []
     assert list(compare(open_checkpoint(saved), open_checkpoint(new), 0)) == []
     verify(open_checkpoint(new), 0)
     after = [run(pool, FsdpJob(3, form, optimizer, load=str(path))) for path in (saved, new)]
