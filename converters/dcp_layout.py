@@ -65,7 +65,7 @@ from scalai.converters.dcp_metadata import (
     stray_notes,
     write_metadata,
 )
-from scalai.converters.foreign import is_megatron_dcp
+from scalai.converters.foreign import is_of_megatron
 from scalai.converters.stored_values import STORED, keep_values, kept_values
 from scalai.converters.torch_archive import (
     NewTensor,
@@ -112,7 +112,7 @@ class DcpLayout:
     def find(self, path: Path) -> bool:
         here = path / METADATA
         if here.is_file():
-            return not is_megatron_dcp(path)
+            return not is_of_megatron(path)
         return (path / MODEL_FOLDER / METADATA).is_file() or bool(find_saves(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:

@@ -23,10 +23,13 @@ def foreign_text(path: Path) -> str | None:
 
 
 def is_megatron_dcp(directory: Path) -> bool:
-    """Whether Megatron saved it: with ``--ckpt-format torch_dcp`` or fsdp_dtensor, or as torch_dist
-    without its end."""
-    keys = b"checkpoint_version", b"num_floating_point_operations_so_far"
-    return _names_all(directory, *keys) or _is_interrupted(directory)
+    """Whether Megatron saved it with ``--ckpt-format torch_dcp`` or fsdp_dtensor."""
+    return _names_all(directory, b"checkpoint_version", b"num_floating_point_operations_so_far")
+
+
+def is_of_megatron(directory: Path) -> bool:
+    """Whether Megatron saved it: also as torch_dist, without its end."""
+    return is_megatron_dcp(directory) or _is_interrupted(directory)
 
 
 def _is_fsdp_dtensor(directory: Path) -> bool:
