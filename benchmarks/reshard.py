@@ -7,6 +7,7 @@ machine lets its page cache be dropped (``cold``), unless ``--warm`` is given. F
   checkpoint of at least 8 GB (parameters, Adam) from TP2 to TP4, whole command. ``cp_ratio_net``:
   without interpreter, imports and planning. ``cp_ratio_unproven``: whole, but nothing is
   fingerprinted or read back. The files have checksums, as torch saves them.
+* ``dcp_ratio``: ``cp_ratio`` of that state in torch's DCP, from two ranks to four.
 * with ``--beside CHECKOUT``, another one of this project (with its ``.venv``) whose command takes
   turns with ours: ``beside_ratio`` and ``universal_beside_ratio``, its seconds over ours, and
   ``cpu_ratio``, our processor time over its.
@@ -139,7 +140,22 @@ class Benchmark:
             self._report.add("cpu_ratio", median(cpu_s) / median(cpu_before_s))
         self._report.add("peak_gb", max(peaks) / 1e9, "GB")
         self._report.add("budget_gb", parse_size(self._memory) / 1e9, "GB")
+        self._beside_cp_as_dcp(large)
         shutil.rmtree(large)
+
+    def _beside_cp_as_dcp(self, large: Path) -> None:
+        """Add the figure of the same state in torch's DCP: of two ranks, for four."""
+        stored = self._folder / "dcp"
+        scalai(large, stored, "--to", "dcp", "--dp", "2", "--memory", self._memory)
+        fill_in(stored)
+        (stored / REPORT).unlink()
+        copied, ours = [], []
+        for _ in range(self._runs):
+            copied.append(self._timed(copy_files, stored).seconds)
+            ours.append(self._timed(scalai, stored, "--dp", "4", "--memory", self._memory).seconds)
+            self._report.say(f"as dcp: cp {copied[-1]:.1f} s, ours {ours[-1]:.1f} s")
+        self._report.add("dcp_ratio", median(copied) / median(ours))
+        shutil.rmtree(stored)
 
     def beside_megatron(self, saved: Path) -> None:
         """Add the figures beside Megatron's own load and save: TP2 to TP1 and DP2."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalai.converters.bounded import open_regular
-from scalai.converters.megatron.torch_dist_metadata import read_metadata
+from scalai.converters.dcp_metadata import read_metadata
 from scalai.core.errors import RefusedError
 
 METADATA = ".metadata"
@@ -22,13 +22,18 @@ def foreign_text(path: Path) -> str | None:
     return next(known, None)
 
 
-def is_torch_dcp(directory: Path) -> bool:
-    """Whether Megatron saved it with ``--ckpt-format torch_dcp``."""
+def is_megatron_dcp(directory: Path) -> bool:
+    """Whether Megatron saved it with ``--ckpt-format torch_dcp`` or fsdp_dtensor."""
     return _names_all(directory, b"checkpoint_version", b"num_floating_point_operations_so_far")
 
 
+def is_of_megatron(directory: Path) -> bool:
+    """Whether Megatron saved it: also as torch_dist, without its end."""
+    return is_megatron_dcp(directory) or _is_interrupted(directory)
+
+
 def _is_fsdp_dtensor(directory: Path) -> bool:
-    if not is_torch_dcp(directory):
+    if not is_megatron_dcp(directory):
         return False
     try:
         extent = read_metadata(directory).objects["args"]
@@ -41,15 +46,6 @@ def _is_fsdp_dtensor(directory: Path) -> bool:
 
 def _is_interrupted(path: Path) -> bool:
     return _names_all(path, b"common_state/shard_0_1")
-
-
-def _is_fsdp(path: Path) -> bool:
-    names = "pytorch_model_fsdp_*", "optimizer_[0-9]", "pytorch_model_fsdp*.bin"
-    return path.name.startswith("pytorch_model_fsdp") or any(any(path.glob(n)) for n in names)
-
-
-def _is_torchtitan(path: Path) -> bool:
-    return _names_all(path, b"tok_embeddings") or _names_all(path, b"train_state")
 
 
 def _is_local(path: Path) -> bool:
@@ -99,24 +95,9 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         "read. Resume it there, or let Megatron-Bridge export its weights as safetensors",
     ),
     (
-        is_torch_dcp,
+        is_megatron_dcp,
         "It was saved by Megatron with --ckpt-format torch_dcp, which is not read. Load it in "
         "Megatron and save it with --ckpt-format torch_dist",
-    ),
-    (
-        _is_fsdp,
-        "It is of Accelerate with FSDP, which is not read. `accelerate merge-weights` makes "
-        "safetensors of its weights, which are",
-    ),
-    (
-        _is_torchtitan,
-        f"{_DCP} by torchtitan, which is not read. Let torchtitan export its weights as Hugging "
-        "Face's safetensors, which are",
-    ),
-    (
-        lambda path: (path / METADATA).is_file(),
-        f"{_DCP}, and not by Megatron as torch_dist; others are not read. Let what saved it export "
-        "its weights as safetensors, which are",
     ),
     (
         _is_local,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scalai.converters.bounded import read_pointer, short_text
 from scalai.converters.checkpoint import PARAM, USER, Checkpoint, CheckpointLayout, ReadOptions
+from scalai.converters.dcp_layout import DcpLayout
 from scalai.converters.deepspeed.plain_layout import DeepSpeedPlainLayout
 from scalai.converters.deepspeed.tag_files import LATEST
 from scalai.converters.deepspeed.universal_layout import SUFFIX, DeepSpeedUniversalLayout
@@ -24,6 +25,7 @@ LAYOUTS: Sequence[CheckpointLayout] = (
     GenerationLayout(),
     TorchDistLayout(),
     TorchLegacyLayout(),
+    DcpLayout(),
     *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
     DeepSpeedPlainLayout(),
     DeepSpeedUniversalLayout(),

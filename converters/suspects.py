@@ -1,5 +1,5 @@
-"""Warnings about a whole checkpoint: tensors unlike any training's, all NaN or all denormal, and
-ownership that no comparison of bytes can prove.
+"""Warnings about a whole checkpoint: tensors of nothing but NaN, denormal numbers or zeros; moments
+and steps that do not belong together; ownership that no comparison of bytes can prove.
 
 Such tensors are legal, and travel as they are. Denormal moments of the optimizer are not named:
 squares of small gradients are denormal.
@@ -17,6 +17,7 @@ from scalai.converters.checkpoint import (
     parameters_of,
 )
 from scalai.converters.opening import layers_of, short_layer
+from scalai.converters.sense import find_nonsense
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import Bits
@@ -28,7 +29,7 @@ PART_ELEMENTS = 1 << 20
 FIRST_ELEMENTS = 256
 """Elements of the first look: enough to clear nearly every tensor."""
 
-NAN, DENORMAL = "NaN", "denormal numbers and zeros"
+NAN, DENORMAL, ZEROS = "NaN", "denormal numbers and zeros", "zeros"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
     if checkpoint.guessed:
         yield guess_text(checkpoint)
     yield from _missing(checkpoint)
+    yield from find_nonsense(checkpoint)
     placed = checkpoint.placed
     files = SourceFiles(checkpoint.directory, is_sampled=is_sample)
     rows_of: dict[int, list[int]] = {}
@@ -85,7 +87,9 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
         parts = (part for row in rows for part in _parts(files, placed, row, is_sample))
         what = _suspicion(parts, _FLOATS[tensor.dtype])
         is_weight = tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
-        if what == NAN or (what == DENORMAL and is_weight):
+        # An embedding's first row is often zeros.
+        is_empty = what == ZEROS and is_weight and len(tensor.shape) > 1 and not is_sample
+        if what == NAN or (what == DENORMAL and is_weight) or is_empty:
             yield f"{tensor.name} {tensor.dtype}{list(tensor.shape)} {verb} nothing but {what}"
 
 
@@ -117,7 +121,7 @@ def _suspicion(parts: Iterator[Bits], form: _Float) -> str | None:
             return None
     if is_nan:
         return NAN
-    return None if is_zero else DENORMAL
+    return ZEROS if is_zero else DENORMAL
 
 
 def _parts(files: SourceFiles, placed: PlacedTensors, row: int, is_sample: bool) -> Iterator[Bits]:

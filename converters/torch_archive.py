@@ -138,6 +138,29 @@ def read_archive(
         ) from error
 
 
+def read_archive_bytes(data: bytes, where: Path, *, trust: bool = False) -> Any:
+    """Return the content of an archive in memory, its tensors with their bytes.
+
+    Args:
+        where: Its file, for errors.
+
+    Raises:
+        RefusedError: As ``read_archive``; or a tensor is large.
+    """
+    try:
+        window = FileWindow(io.BytesIO(data), 0, len(data))
+        return with_content(_read(window, where, 0, trust), memoryview(data))
+    except ScalaiError:
+        raise
+    except UNREADABLE as error:
+        if is_memory_short(error):
+            raise
+        raise RefusedError(
+            f"{where} is damaged: no whole torch archive ({type(error).__name__}: {error}). Use "
+            "another checkpoint."
+        ) from error
+
+
 def check_members(file: IO[bytes], name: str) -> None:
     """Compare all members of a file that is copied unread with their checksums; a file of another
     format has none.
@@ -385,6 +408,15 @@ def lay_out_archive(value: Any, name: str = "archive") -> ArchiveLayout:
         tuple(begin[number] for number in open_),
         size_bytes,
     )
+
+
+def content_of(archive: ArchiveLayout) -> bytes:
+    """Return the bytes of a file whose tensors all have their content."""
+    assert not archive.tensors
+    data = bytearray(archive.size_bytes)
+    for at, part in archive.fixed:
+        data[at : at + len(part)] = part
+    return bytes(data)
 
 
 def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:

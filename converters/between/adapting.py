@@ -3,8 +3,8 @@
 Order: names become ours, the vocabulary gets new padding, the values become the target framework's,
 names become theirs. A layout then writes as if the state were its own framework's.
 
-Tensors that a script registered beside its model are left out: only Scalai's own generations keep
-them.
+Tensors that a script registered beside its model are left out, except in Scalai's own generations
+and in dcp.
 
 Megatron rounds the rows of the vocabulary up to a multiple of ``make_vocab_size_divisible_by *
 tp``. Padding rows are trained and take part in every softmax, so another number of them changes the
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.converters.between.crossing import to_deepspeed, to_megatron
+from scalai.converters.between.crossing import to_deepspeed, to_megatron, to_torch
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.model_config import config_arguments, contradictions
@@ -53,6 +53,9 @@ from scalai.core.tensors.region import Box, whole
 
 ZEROS = CheckpointFile("(zeros)", 8, bytes(8))
 """A file in memory for new rows, all at its first element."""
+
+KEEP_REGISTERED = ("scalai", "dcp")
+"""Layouts with tensors beside a model's."""
 
 _PADDED = (EMBEDDING, OUTPUT, OUTPUT.replace("weight", "bias"))
 
@@ -155,7 +158,7 @@ def without_registered(source: Checkpoint) -> Checkpoint:
         for row in range(len(placed.collection))
         if not placed.collection.box(row)[0].name.startswith(f"{USER}/")
     ]
-    notes = [f"{LEFT_OUT}{name}, which a script registered and generations keep" for name in left]
+    notes = [f"{LEFT_OUT}{name}, which is no parameter (scalai and dcp keep such)" for name in left]
     return replace(
         source,
         placed=place([placed.piece(row) for row in rows], placed.files),
@@ -198,7 +201,7 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
         UsageError: A mapping is missing, or does not fit.
     """
     target, mapping = request.framework, request.mapping
-    if request.layout != "scalai" or mapping is not None:
+    if request.layout not in KEEP_REGISTERED or mapping is not None:
         source = without_registered(source)
     crosses = bool(target) and source.values.framework not in (target, "")
     if crosses and mapping is None:
@@ -222,6 +225,9 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
     if crosses:
         cross = _to_megatron if target == "megatron" else _to_deepspeed
         source = cross(source, links, request)
+    elif request.layout == "dcp" and links and source.values.framework == "megatron":
+        reference = None if request.reference is None else request.reference.checkpoint
+        source = to_torch(source, links, reference)
     return source, _lacking(source, request)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.translation import INVENTED, LEFT_OUT, Links
 from scalai.converters.checkpoint import (
+    MAIN,
     PARAM,
     Checkpoint,
     CheckpointFile,
@@ -29,6 +30,8 @@ from scalai.converters.checkpoint import (
     place,
     unite,
 )
+from scalai.converters.dcp_described import RATES, described_groups
+from scalai.converters.dcp_job import DCP, DcpJob
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.loss_scale import to_zero
 from scalai.converters.megatron.beside_tensors import counters_of
@@ -38,10 +41,8 @@ from scalai.converters.pickles import Foreign
 from scalai.converters.source_files import SourceFiles, made_steps
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import split_name
 from scalai.store.files import number_of
-
-RATES = ("lr", "betas", "eps", "weight_decay")
-"""Adam's hyperparameters under torch's names; both frameworks use them."""
 
 Group = Mapping[str, Any]
 
@@ -142,7 +143,7 @@ def to_deepspeed(
     groups: Sequence[Mapping[str, Any]],
     reference: Checkpoint | None,
 ) -> Checkpoint:
-    """Return Megatron's state as a DeepSpeed job's.
+    """Return Megatron's or torch's state as a DeepSpeed job's.
 
     Args:
         source: The state under their names, with Megatron's values.
@@ -154,13 +155,12 @@ def to_deepspeed(
         RefusedError: The job's module is another.
     """
     values, notes = source.values, list(source.notes)
-    ours = {link.theirs: link for of in links.values() for link in of}
-    _check_names(source, job, ours)
+    _check_names(source, job, parameters_of(source))
     if reference is not None:
         _check_shapes(source, reference)
         job = _at_step(job, source, notes)
         source = _with_buffers(source, job, reference, notes)
-    notes += _left_by_megatron(source)
+    notes += [*_left_by_megatron(source), *_left_by_torch(source)]
     if values.grad_scaler is not None:
         scale = to_deepspeed_scale(
             values.grad_scaler, job.model.get("ds_config") or {}, values.step
@@ -169,11 +169,8 @@ def to_deepspeed(
             notes.append(f"{LEFT_OUT}the fp16 loss scale: the job has no dynamic one")
         job = replace(job, optimizer={**job.optimizer, **(scale or {})})
     if values.param_groups:
-        numbers = {
-            name: group_of(link.name, len(link.shape), values.param_groups)
-            for name, link in ours.items()
-        }
-        members = [[values.param_groups[numbers[name]] for name in names] for names in job.groups]
+        of_name = _groups_of(source, links)
+        members = [[of_name[name] for name in names if name in of_name] for names in job.groups]
         groups = with_rates(groups, members, notes)
     return replace(
         source,
@@ -195,6 +192,105 @@ def to_deepspeed(
 def client_state(model: Mapping[str, Any]) -> list[str]:
     """Return the client's entries of a model's file."""
     return sorted(model.keys() - set(_KNOWN))
+
+
+def _groups_of(source: Checkpoint, links: Links) -> dict[str, Mapping[str, Any]]:
+    """Return the source's parameter groups by their names of the parameters.
+
+    Args:
+        links: Links by our names; empty: the source's job knows theirs.
+    """
+    groups, extra = source.values.param_groups, source.values.extra
+    jobs = [job for job in (extra.get(DCP), extra.get(STATE)) if job is not None]
+    if jobs:
+        numbered = zip(jobs[0].groups, groups, strict=True)
+        return {name: group for names, group in numbered for name in names}
+    return {
+        link.theirs: groups[group_of(link.name, len(link.shape), groups)]
+        for of in links.values()
+        for link in of
+    }
+
+
+def to_torch(source: Checkpoint, links: Links, reference: Checkpoint | None) -> Checkpoint:
+    """Return Megatron's state as one of a training with FSDP2.
+
+    Args:
+        source: The state under their names, with Megatron's values.
+        links: Links by our names.
+        reference: A checkpoint of the training, of any step: its tree and its groups; None: the
+            tree of ``get_state_dict``, and Megatron's groups.
+    """
+    values, notes = source.values, list(source.notes)
+    source = _with_masters(source, notes)
+    kinds = {split_name(tensor.name) for tensor in source.placed.collection.tensors}
+    trained = list(dict.fromkeys(name for kind, name in sorted(kinds) if kind != PARAM))
+    order = [name for name in parameters_of(source) if name in set(trained)]
+    of_name = _groups_of(source, links) if order and values.param_groups else {}
+    known = None if reference is None else reference.values.extra.get(DCP)
+    groups: tuple[Mapping[str, Any], ...]
+    if isinstance(known, DcpJob):
+        _check_trained(source, known, order)
+        members = [[of_name[name] for name in names if name in of_name] for names in known.groups]
+        groups = with_rates(reference.values.param_groups, members, notes) if reference else ()
+        left = sorted({str(known.paths.get(key, (key,))[0]) for key in known.objects})
+        notes += [f"{LEFT_OUT}{name} of --args-from" for name in left]
+        job = replace(known, objects={}, steps={}, masters={})
+    else:
+        job, groups = described_groups(order, of_name, values.step, notes)
+    notes += _left_by_megatron(source)
+    return replace(
+        source,
+        values=Values(
+            step=values.step,
+            degrees=_only(values.degrees, "dp"),
+            framework="torch",
+            is_split=True if order else None,
+            param_groups=groups,
+            extra={DCP: job},
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _with_masters(source: Checkpoint, notes: list[str]) -> Checkpoint:
+    """Return a state whose 16-bit weights are their fp32 masters, as FSDP2 keeps them."""
+    placed = source.placed
+    tensors = {tensor.name for tensor in placed.collection.tensors}
+    masters = {name for kind, name in map(split_name, tensors) if kind == MAIN}
+    if not masters:
+        return source
+    pieces = []
+    for row in range(len(placed.collection)):
+        piece = placed.piece(row)
+        kind, name = split_name(piece.tensor.name)
+        if kind == MAIN:
+            renamed = replace(piece.tensor, name=f"{PARAM}/{name}")
+            pieces.append(replace(piece, tensor=renamed))
+        elif kind != PARAM or name not in masters:
+            pieces.append(piece)
+    notes.append(
+        f"{len(masters)} weights are their fp32 masters: FSDP2's mixed precision keeps those, and "
+        "casts them itself"
+    )
+    return replace(source, placed=place(pieces, placed.files), duplicates=None)
+
+
+def _check_trained(source: Checkpoint, job: DcpJob, names: Sequence[str]) -> None:
+    theirs, mine = {name for group in job.groups for name in group}, set(names)
+    if theirs != mine:
+        raise RefusedError(
+            f"{source.directory} trains {len(mine - theirs)} parameters that --args-from does not, "
+            f"and lacks {len(theirs - mine)} of its: {', '.join(sorted(theirs ^ mine)[:5])}. Name "
+            "a checkpoint of the same model (are its embeddings tied?)."
+        )
+
+
+def _left_by_torch(source: Checkpoint) -> Iterator[str]:
+    job = source.values.extra.get(DCP)
+    if isinstance(job, DcpJob):
+        for name in sorted({str(job.paths.get(key, (key,))[0]) for key in job.objects}):
+            yield f"{LEFT_OUT}{name} of the training in torch"
 
 
 def _only(values: Mapping[str, int], name: str) -> dict[str, int]:
@@ -292,7 +388,7 @@ _COMPARED = (
 
 
 def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoint:
-    """Return a DeepSpeed job's state as Megatron's.
+    """Return a DeepSpeed job's or torch's state as Megatron's.
 
     Args:
         source: The state under our names, with DeepSpeed's values.
@@ -305,6 +401,10 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
     values, notes = source.values, list(source.notes)
     samples = values.counters.get("consumed_train_samples")
     counted: dict[str, Any] = {"iteration": values.step}
+    batch = _batch(reference) if values.framework == "torch" else 0
+    if samples is None and batch:
+        samples = values.step * batch
+        notes.append(f"{INVENTED}consumed_train_samples {samples}: {values.step} steps of {batch}")
     if samples is None:
         notes.append(f"{INVENTED}consumed_train_samples 0")
     counted["consumed_train_samples"] = samples or 0
@@ -324,6 +424,7 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
     job = values.extra.get(STATE)
     scale = to_megatron_scale(job) if isinstance(job, DeepSpeedJob) else None
     notes += [f"{LEFT_OUT}{what}" for what in _left_by_deepspeed(values)]
+    notes += _left_by_torch(source)
     return replace(
         source,
         values=Values(
@@ -340,6 +441,15 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
         ),
         notes=tuple(notes),
     )
+
+
+def _batch(reference: Values) -> int:
+    """Return the global batch of a Megatron job; 0: unknown, or it grew."""
+    batch = (reference.arguments or {}).get("global_batch_size")
+    if isinstance(batch, int):
+        return batch
+    samples = reference.counters.get("consumed_train_samples") or 0
+    return 0 if samples % max(reference.step, 1) else int(samples) // max(reference.step, 1)
 
 
 def _left_by_deepspeed(values: Values) -> Iterator[str]:
@@ -368,15 +478,15 @@ def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
 def _groups(
     source: Checkpoint, links: Links, reference: Values, notes: list[str]
 ) -> tuple[Mapping[str, Any], ...]:
-    job, theirs = source.values.extra.get(STATE), source.values.param_groups
-    if not isinstance(job, DeepSpeedJob) or not theirs:
+    extra = source.values.extra
+    if not source.values.param_groups or not (STATE in extra or DCP in extra):
         return reference.param_groups
-    numbers = {name: number for number, names in enumerate(job.groups) for name in names}
+    of_name = _groups_of(source, {})
     members: list[list[Mapping[str, Any]]] = [[] for _ in reference.param_groups]
     for name, of in links.items():
         for link in of:
-            if name in numbers:
+            if name in of_name:
                 dims = len(link.their_shape)
                 group = group_of(link.theirs, dims, reference.param_groups)
-                members[group].append(theirs[numbers[name]])
+                members[group].append(of_name[name])
     return with_rates(reference.param_groups, members, notes)

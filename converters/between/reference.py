@@ -45,6 +45,7 @@ from scalai.converters.checkpoint import (
     Values,
     parameters_of,
 )
+from scalai.converters.dcp_described import ADAMW
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob, check_config
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads, argument_heads
@@ -187,12 +188,6 @@ def _text(value: Any) -> str:
 VERSION = "0.19.8"
 """DeepSpeed release of the written layout."""
 
-ADAMW: Mapping[str, Any] = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
-    "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
-}  # fmt: skip
-"""Entries of an AdamW group beside its rates, for torch's and DeepSpeed's."""
-
 
 def described_job(
     table: Mapping[str, Any], where: Path, source: Checkpoint, mapping: NameMapping
@@ -242,7 +237,9 @@ def described_job(
         has_number_steps=bool(table.get("number_steps", False)),
         is_bf16="BF16" in dtypes.values(),
     )  # fmt: skip
-    groups = tuple({**ADAMW, **_without(entry, "parameters")} for entry in entries)
+    groups = tuple(
+        {**ADAMW, "bias_correction": True, **_without(entry, "parameters")} for entry in entries
+    )
     return job, groups
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import Checkpoint, Values
+from scalai.converters.dcp_metadata import Extent
 from scalai.converters.megatron.beside_tensors import find_below
-from scalai.converters.megatron.torch_dist_metadata import Extent
 from scalai.converters.opening import read_json
 from scalai.converters.torch_archive import (
     ArchiveLayout,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scalai.converters.checkpoint import MAIN, PARAM, FilePiece
+from scalai.converters.dcp_metadata import Chunk, StoredKey
 from scalai.converters.megatron.beside_tensors import argument_degrees
 from scalai.converters.megatron.grad_buffers import aligned
 from scalai.converters.megatron.modules import Naming, stage_layers
@@ -33,7 +34,6 @@ from scalai.converters.megatron.rank_parameters import (
     RankParameter,
     ShardBox,
 )
-from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.converters.source_files import round_bytes, rounds_to
 from scalai.core.errors import RefusedError
 from scalai.core.tensors import region

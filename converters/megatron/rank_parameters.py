@@ -16,6 +16,7 @@ from itertools import chain
 
 import numpy as np
 
+from scalai.converters.dcp_metadata import Chunk, StoredKey
 from scalai.converters.megatron.modules import (
     PREDICTED,
     Naming,
@@ -28,7 +29,6 @@ from scalai.converters.megatron.modules import (
     numbered_layer,
     stack_of,
 )
-from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.core.errors import RefusedError
 from scalai.core.tensors import region
 from scalai.core.tensors.region import Box, row_major

@@ -15,7 +15,6 @@ default; Megatron itself loads it at the same TP and PP only). The form written 
 Source: megatron/core/dist_checkpointing of 0.16.1 and megatron/training/checkpointing.py.
 """
 
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +38,16 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
-from scalai.converters.foreign import foreign_text, is_torch_dcp
+from scalai.converters.dcp_metadata import (
+    Chunk,
+    Extent,
+    Metadata,
+    StoredKey,
+    read_metadata,
+    read_objects,
+    stray_notes,
+)
+from scalai.converters.foreign import foreign_text, is_megatron_dcp
 from scalai.converters.megatron import torch_dist_writer
 from scalai.converters.megatron.beside_tensors import (
     argument_degrees,
@@ -63,24 +71,14 @@ from scalai.converters.megatron.common_state import (
 from scalai.converters.megatron.dp_reshardable import is_bucket, read_buckets
 from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
-from scalai.converters.megatron.torch_dist_metadata import (
-    Chunk,
-    Extent,
-    Metadata,
-    StoredKey,
-    read_metadata,
-)
 from scalai.converters.megatron.torch_dist_writer import LINKS
 from scalai.converters.opening import MAX_PIECES
 from scalai.converters.torch_archive import (
-    MAX_VALUE_BYTES,
     NewTensor,
     StoredTensor,
-    check_members,
     read_archive,
     with_content,
 )
-from scalai.converters.zip_members import is_archive
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, Index, flat_range, whole
@@ -95,7 +93,7 @@ _CARRIED = {
 
 def check_marker(directory: Path) -> None:
     marker = marker_of(directory)
-    if "sharded_backend" not in marker and is_torch_dcp(directory):
+    if "sharded_backend" not in marker and is_megatron_dcp(directory):
         raise RefusedError(f"{directory}: {foreign_text(directory)}.")
     if "sharded_backend" not in marker:
         raise RefusedError(
@@ -115,34 +113,6 @@ def check_marker(directory: Path) -> None:
             )
 
 
-def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
-    """Return the archives of objects other than tensors; they are small.
-
-    Raises:
-        RefusedError: One is too large or damaged.
-    """
-    found = {}
-    for key, extent in objects.items():
-        if key == COMMON_OBJECT:
-            continue
-        if extent.size_bytes > MAX_VALUE_BYTES:
-            raise RefusedError(
-                f"{directory / extent.file} keeps {key}, {extent.size_bytes} bytes that are no "
-                f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
-            )
-        with open(directory / extent.file, "rb") as file:
-            file.seek(extent.begin)
-            found[key] = file.read(extent.size_bytes)
-        name = f"{directory / extent.file}: {key}"
-        if not is_archive(memoryview(found[key])):
-            raise RefusedError(
-                f"{name}, at byte {extent.begin}, is damaged: it is no whole torch archive. Copy "
-                "the file again, or use another checkpoint."
-            )
-        check_members(io.BytesIO(found[key]), name)
-    return found
-
-
 def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[str]:
     """Yield a note for each loss."""
     for key in sorted(set(common.content) - _CARRIED):
@@ -154,11 +124,7 @@ def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[st
     if others:
         by = "Megatron-Bridge's " if "run_config.yaml" in others else ""
         yield f"not carried: {by}{', '.join(others[:8])}{' ...' * (len(others) > 8)}"
-    named = {extent.file for extent in metadata.objects.values()}
-    named |= {chunk.extent.file for stored in metadata.tensors for chunk in stored.chunks}
-    for path in sorted(directory.glob("*.distcp")):
-        if path.name not in named:
-            yield f"{path.name} is left over from another save: .metadata places nothing in it"
+    yield from stray_notes(directory, metadata)
 
 
 STEP_FILE = "(step)"
@@ -194,7 +160,8 @@ class TorchDistLayout:
         check_marker(directory)
         metadata = read_metadata(directory, trust=options.trust_pickle)
         common = read_common(directory, metadata.objects, trust=options.trust_pickle)
-        objects = read_objects(directory, metadata.objects)
+        stored = {key: at for key, at in metadata.objects.items() if key != COMMON_OBJECT}
+        objects = read_objects(directory, stored)
         return _TorchDistReader(directory, metadata, common, objects, options.trust_pickle).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:

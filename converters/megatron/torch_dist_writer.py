@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from scalai.converters.checkpoint import (
     PARAM,
     STEP,
     Checkpoint,
-    CheckpointFile,
     CheckpointTarget,
-    FilePiece,
     Values,
     WriteOptions,
     place,
 )
+from scalai.converters.dcp_files import ArchiveFiles
+from scalai.converters.dcp_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.megatron.beside_tensors import (
     TRACKER,
     are_several_kinds,
@@ -57,9 +56,8 @@ from scalai.converters.megatron.modules import (
     tensor_parallel_axis,
 )
 from scalai.converters.megatron.rng_states import rng_states_of
-from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.source_files import read_steps
-from scalai.converters.torch_archive import ArchiveLayout, NewTensor, lay_out_archive
+from scalai.converters.torch_archive import content_of, lay_out_archive
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES
@@ -306,14 +304,6 @@ def _link_sizes(
     return sizes
 
 
-def content_of(archive: ArchiveLayout) -> bytes:
-    assert not archive.tensors
-    data = bytearray(archive.size_bytes)
-    for at, part in archive.fixed:
-        data[at : at + len(part)] = part
-    return bytes(data)
-
-
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A tensor to be stored: its origin, its key and its index on leading axes."""
@@ -337,8 +327,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
     notes = list(source.notes)
     objects = objects_of(source, tensors, names, degrees, notes)
     folder = folder_of(source.values.step)
-    layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
     total = sum(item.tensor.size_bytes for _, items in keys for item in items)
+    layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1), total)
     common = common_of(source, tensors, degrees, is_split, options.reference, notes)
     if names.are_partly_trained:
         common["content_metadata"]["non_homogeneous_layers"] = True
@@ -348,8 +338,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
     common_data = content_of(lay_out_common(common, form))
     if form == COMMON_OBJECT:
         objects[COMMON_OBJECT] = common_data
-    extents = {key: layout.add_object(data) for key, data in objects.items()}
-    stored = [layout.add(key, items, degrees, total) for key, items in keys]
+    extents = {key: layout.add(data) for key, data in objects.items()}
+    stored = [layout.add_key(key, items, degrees) for key, items in keys]
     placed = place(layout.pieces, layout.files())
     metadata = write_metadata(stored, extents)
 
@@ -431,61 +421,36 @@ def _stacked(items: Sequence[_Item]) -> list[tuple[str, list[_Item]]]:
     return list(by_key.items())
 
 
-class _Files:
-    """Lays archives one behind the other into files of about equal size."""
+class _Files(ArchiveFiles):
+    """Fills files of about equal size, one after the other."""
 
-    def __init__(self, folder: str, count: int) -> None:
-        self._folder, self._count = folder, count
-        self._sizes = [0]
+    def __init__(self, folder: str, count: int, total: int) -> None:
+        super().__init__(folder)
+        self._count, self._total = count, total
+        self._number = 0
         self._done = 0
-        self.pieces: list[FilePiece] = []
-        self.fixed: dict[int, list[tuple[int, bytes]]] = {0: []}
 
-    def files(self) -> list[CheckpointFile]:
-        return [CheckpointFile(self._path(n), size) for n, size in enumerate(self._sizes)]
+    def add(self, data: bytes) -> Extent:
+        return self.add_object(self._number, data)
 
-    def add_object(self, data: bytes) -> Extent:
-        begin = self._sizes[-1]
-        self.fixed[len(self._sizes) - 1].append((begin, data))
-        self._sizes[-1] += len(data)
-        return Extent(self._name(), begin, len(data))
-
-    def add(
-        self, key: str, items: Sequence[_Item], degrees: Mapping[str, int], total: int
-    ) -> StoredKey:
+    def add_key(self, key: str, items: Sequence[_Item], degrees: Mapping[str, int]) -> StoredKey:
         """Store all tensors of a key, cut as tensor parallelism will."""
         chunks = []
         for item in items:
             for box in _cut(item, degrees):
-                extent = self._add_chunk(item, box, total)
+                extent = self._add_chunk(item, box)
                 offset, shape = (*item.index, *box.offset), (*[1] * len(item.index), *box.shape)
                 chunks.append(Chunk(Box(offset, shape), extent))
         tensor = items[0].tensor
         sizes = tuple(max(index) + 1 for index in zip(*(i.index for i in items), strict=True))
         return StoredKey(key, (*sizes, *tensor.shape), tensor.dtype, tuple(chunks))
 
-    def _add_chunk(self, item: _Item, box: Box, total: int) -> Extent:
-        if self._done * self._count > total * len(self._sizes) and self._sizes[-1]:
-            self._sizes.append(0)
-            self.fixed[len(self._sizes) - 1] = []
-        archive = _archive(item.tensor.dtype, (*[1] * len(item.index), *box.shape))
-        begin = self._sizes[-1]
-        self.fixed[len(self._sizes) - 1] += [(begin + at, data) for at, data in archive.fixed]
-        self.pieces.append(FilePiece(item.tensor, box, self._path(), begin + archive.begin[0]))
-        self._sizes[-1] += archive.size_bytes
+    def _add_chunk(self, item: _Item, box: Box) -> Extent:
+        is_full = self._done * self._count > self._total * (self._number + 1)
+        if is_full and self.size_of(self._number):
+            self._number += 1
         self._done += box.numel * ITEM_BYTES[item.tensor.dtype]
-        return Extent(self._name(), begin, archive.size_bytes)
-
-    def _name(self, number: int | None = None) -> str:
-        return f"__{len(self._sizes) - 1 if number is None else number}_0.distcp"
-
-    def _path(self, number: int | None = None) -> str:
-        return f"{self._folder}/{self._name(number)}"
-
-
-@cache
-def _archive(dtype: str, shape: tuple[int, ...]) -> ArchiveLayout:
-    return lay_out_archive(NewTensor(dtype, shape))
+        return self.add_chunk(self._number, item.tensor, box, leading=len(item.index))
 
 
 def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:

@@ -172,7 +172,7 @@ def _stored_model(path: Path, seq: int | None, vocab: int | None) -> StoredModel
 
 def _has_own_names(layout: str) -> bool:
     """Whether tensors of this layout are called as the script's own modules are."""
-    return layout.startswith("deepspeed") or layout == "safetensors"
+    return layout.startswith("deepspeed") or layout in ("safetensors", "dcp")
 
 
 def read_shape(path: Path, seq: int | None, vocab: int | None) -> ModelShape:

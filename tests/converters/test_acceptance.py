@@ -214,6 +214,7 @@ def test_replicas_that_differ_are_not_converted(tmp_path: Path) -> None:
         ("torch_dist", {"tp": 2, "pp": 2}),
         ("scalai", {}),
         ("safetensors", {}),
+        ("dcp", {"dp": 3}),
         ("deepspeed_zero1", {"dp": 3}),
         ("deepspeed_zero3", {"dp": 3}),
         ("deepspeed_universal", {"dp": 1}),

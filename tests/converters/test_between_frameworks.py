@@ -18,6 +18,7 @@ from scalai.converters.layouts import open_checkpoint
 from support.command import reported
 from support.training import deepspeed_jobs, megatron_layouts, resharded
 from support.training.deepspeed_jobs import Runner
+from support.training.fsdp_worker import GptJob
 from support.training.jobs import AFTER, Job, mean_losses
 from support.training.worker_pool import WorkerPool
 
@@ -190,3 +191,48 @@ def check(expected: list[float], losses: list[float], tolerance: float) -> None:
     print(f"largest relative difference of a loss between frameworks: {difference:.1e}")
     assert len(losses) == len(AFTER)
     assert difference <= tolerance
+
+
+def test_megatron_to_fsdp2_and_on_to_both(pool: WorkerPool, tmp_path: Path) -> None:
+    old, new = replace(LLAMA, world=2), replace(LLAMA, world=2, tp=2)
+    uninterrupted = resharded.save(pool, old, tmp_path / "megatron", "fully_reshardable")
+    reported(
+        "reshard", tmp_path / "megatron", tmp_path / "dcp", "--to", "dcp", "--mapping", "llama",
+        "--dp", 3,
+    )  # fmt: skip
+    job = GptJob(LLAMA, 2, str(tmp_path / "dcp"), str(tmp_path / "again"))
+    losses = pool.run("fsdp_worker:go_on", [(job,)] * 2)[0]
+    check(mean_losses([run[0] for run in uninterrupted]), losses, FP32)
+    reported(
+        "reshard", tmp_path / "again", tmp_path / "back", "--to", "torch_dist", "--tp", 2,
+        "--dp", 1, "--mapping", "llama", "--args-from", tmp_path / "megatron",
+    )  # fmt: skip
+    first, last = (open_checkpoint(tmp_path / name) for name in ("megatron", "back"))
+    assert verify(first, 1) == verify(last, 1)
+    assert first.values.scheduler == last.values.scheduler
+    goes_on = resharded.load(pool, new, tmp_path / "back")
+    resharded.check(uninterrupted, goes_on, FP32)
+
+
+@pytest.mark.campaign
+def test_fsdp2_to_deepspeed(
+    pool: WorkerPool, run_deepspeed: Runner, deepspeed_saved: Any, tmp_path: Path
+) -> None:
+    uninterrupted = resharded.save(
+        pool, replace(LLAMA, world=2), tmp_path / "megatron", "fully_reshardable"
+    )
+    reported(
+        "reshard", tmp_path / "megatron", tmp_path / "dcp", "--to", "dcp", "--mapping", "llama"
+    )
+    job = GptJob(LLAMA, 2, str(tmp_path / "dcp"), str(tmp_path / "again"))
+    pool.run("fsdp_worker:go_on", [(job,)] * 2)
+    reference, _ = deepspeed_saved(LLAMA, 3, 2)
+    reported(
+        "reshard", tmp_path / "again", tmp_path / "deepspeed", "--to", "deepspeed_zero3",
+        "--dp", 2, "--mapping", "llama", "--args-from", reference / f"global_step{AFTER.stop}",
+    )  # fmt: skip
+    there = deepspeed_jobs.Job(
+        stage=3, world=2, load=str(tmp_path / "deepspeed"), gpt=model_of(LLAMA)
+    )
+    seen = run_deepspeed(there)[0]
+    check(mean_losses([run[0] for run in uninterrupted]), seen["losses"], FP32)

@@ -21,11 +21,10 @@ from scalai.converters.between.adapting import repadded
 from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.checksums import Checked, combined, find_records, storages_in
 from scalai.converters.consistency import verify
+from scalai.converters.dcp_metadata import Extent, read_objects
 from scalai.converters.generation_layout import PARTS, StoredGeneration
 from scalai.converters.journal import RunPart
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.torch_dist import read_objects
-from scalai.converters.megatron.torch_dist_metadata import Extent
 from scalai.converters.torch_archive import check_members, read_archive, with_content
 from scalai.converters.work import plan_work
 from scalai.converters.zip_members import storages

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scalai.converters.dcp_metadata import Chunk, Extent, StoredKey
 from scalai.converters.megatron.dp_reshardable import (
     HEAD,
     BucketPlace,
@@ -22,7 +23,6 @@ from scalai.converters.megatron.rank_parameters import (
     RankParameter,
     ShardBox,
 )
-from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.region import Box, Piece, row_major, whole
 

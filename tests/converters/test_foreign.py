@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from scalai.converters.checkpoint import Checkpoint, place
+from scalai.converters.dcp_metadata import Extent, write_metadata
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.beside_tensors import with_degrees
 from scalai.converters.megatron.model_limits import limits_of
-from scalai.converters.megatron.torch_dist_metadata import Extent, write_metadata
 from scalai.converters.opening import short_layer
 from scalai.core.errors import RefusedError
 from support.checkpoints import carry, convert, gpt, lay_out, state, write
@@ -60,12 +60,9 @@ def keeping_fsdp_arguments(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (with_keys("tok_embeddings.weight"), "by torchtitan.*export its weights"),
-        (with_keys("anything"), "not by Megatron as torch_dist"),
         (with_keys("common_state/shard_0_1"), r"there is no metadata\.json\. Use an older one"),
         (keeping_fsdp_arguments, "--ckpt-format fsdp_dtensor.*Megatron-Bridge export"),
         (with_keys(*MEGATRON), "--ckpt-format torch_dcp.*--ckpt-format torch_dist"),
-        (with_files("pytorch_model_fsdp_0/.metadata"), "Accelerate with FSDP.*merge-weights"),
         (with_files("iter_0000003_0_local.pt"), "nvidia-resiliency-ext.*save a global one"),
         (with_files("adapter_config.json", "adapter_model.safetensors"), "PEFT.*merge_and_unload"),
         (with_files("pytorch_model-00001-of-00002.bin"), "save_pretrained, which writes"),

@@ -90,7 +90,7 @@ def try_one(whole: Path, bad: Path, choice: random.Random) -> bool:
     """Damage a checkpoint and convert it; return whether it was refused."""
     shutil.copytree(whole, bad)
     if choice.randrange(4):
-        (bad / REPORT).unlink()
+        (bad / REPORT).unlink(missing_ok=True)
     files = sorted(path for path in bad.rglob("*") if path.is_file())
     for path in choice.sample(files, choice.choice([1, 1, 1, 2])):
         data = mutate(path.read_bytes(), choice)

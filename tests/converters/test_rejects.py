@@ -80,7 +80,7 @@ def test_the_state_is_not_suspect_but_its_moments_may_be_tiny(
 ) -> None:
     write(tmp_path / "tiny", source=state())
     (tmp_path / "tiny" / "scalai.json").unlink()
-    for kind in ("param", "exp_avg_sq"):
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
         edit_values(
             tmp_path / "tiny", f"{kind}/{NORM}", lambda values: values.fill(np.float32(1e-42))
         )

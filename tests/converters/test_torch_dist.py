@@ -16,11 +16,11 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.consistency import compare, verify
+from scalai.converters.dcp_metadata import read_metadata
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.common_state import COMMON_FILE, COMMON_OBJECT, FORM, read_common
-from scalai.converters.megatron.torch_dist_metadata import read_metadata
-from scalai.converters.megatron.torch_dist_writer import LINKS, content_of
-from scalai.converters.torch_archive import lay_out_archive
+from scalai.converters.megatron.torch_dist_writer import LINKS
+from scalai.converters.torch_archive import content_of, lay_out_archive
 from scalai.core.errors import RefusedError
 from support.checkpoints import GROUP, lay_out, newest, state, write
 from support.command import Capsys, run

@@ -12,8 +12,7 @@ from scalai.converters import pickles
 from scalai.converters.consistency import verify
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.grad_buffers import BufferMember, bucket_numel, lay_buffer
-from scalai.converters.megatron.torch_dist_writer import content_of
-from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.converters.torch_archive import NewTensor, content_of, lay_out_archive
 from scalai.core.errors import RefusedError
 from support.checkpoints import GPT_GROUPS, GPT_LAYERS, GPT_SHAPES, convert, gpt, lay_out
 from support.damage import change_tree

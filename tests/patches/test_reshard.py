@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from scalai.converters.consistency import compare, verify
+from scalai.converters.dcp_metadata import read_metadata
 from scalai.converters.describe import describe
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
 from scalai.converters.megatron.dp_reshardable import is_bucket
 from scalai.converters.megatron.modules import Naming, in_order, leading_axes, name_at
-from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.torch_archive import read_archive
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.tensors.holders import Holder

@@ -75,8 +75,10 @@ def state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Chec
     random = np.random.default_rng(step)
     pieces, files = [], []
     for name, shape in shapes.items():
-        for kind in ("param", "exp_avg", "exp_avg_sq"):
-            content = random.standard_normal(shape).astype(np.float32).tobytes()
+        made = random.standard_normal((2, *shape)).astype(np.float32)
+        kinds = {"param": made[0], "exp_avg": made[1], "exp_avg_sq": made[1] ** 2}
+        for kind, of in kinds.items():
+            content = of.tobytes()
             files.append(CheckpointFile(f"{kind}/{name}", len(content), content))
             tensor = Tensor(f"{kind}/{name}", shape, "F32")
             pieces.append(FilePiece(tensor, whole(shape), files[-1].path, 0))

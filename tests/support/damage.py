@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters import pickles
-from scalai.converters.megatron.torch_dist_metadata import StoredKey, read_metadata, write_metadata
-from scalai.converters.megatron.torch_dist_writer import content_of
+from scalai.converters.dcp_metadata import StoredKey, read_metadata, write_metadata
 from scalai.converters.pickles import foreign
-from scalai.converters.torch_archive import lay_out_archive, read_archive, with_content
+from scalai.converters.torch_archive import content_of, lay_out_archive, read_archive, with_content
 from scalai.store.files import map_file
 
 Damage = Callable[[Path], object]
@@ -110,7 +109,8 @@ def change_key(directory: Path, key: str, change: Callable[[StoredKey], StoredKe
     """Write ``.metadata`` again with another entry of a key."""
     metadata = read_metadata(directory)
     tensors = [change(tensor) if tensor.key == key else tensor for tensor in metadata.tensors]
-    (directory / ".metadata").write_bytes(write_metadata(tensors, metadata.objects))
+    data = write_metadata(tensors, metadata.objects, metadata.paths or None)
+    (directory / ".metadata").write_bytes(data)
 
 
 def change_chunks(directory: Path, key: str, *changes: Mapping[str, Any]) -> None:

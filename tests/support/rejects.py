@@ -14,10 +14,9 @@ from unittest.mock import patch
 import numpy as np
 
 from scalai.converters.checkpoint import REPORT, Checkpoint
+from scalai.converters.dcp_metadata import Chunk, Extent, StoredKey, read_metadata, write_metadata
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
-from scalai.converters.megatron.torch_dist_writer import content_of
-from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.converters.torch_archive import NewTensor, content_of, lay_out_archive
 from scalai.core.tensors.region import Box
 from scalai.store.manifest import digest_of
 from support.checkpoints import (
@@ -196,33 +195,37 @@ EMBEDDING = "embedding.word_embeddings.weight"
 PLANTED = b"(S'touch /tmp/this-must-not-be'\ntR."
 
 
-def key(change: Callable[[StoredKey], StoredKey], name: str = EMBEDDING) -> Damage:
-    return on(lambda here: change_key(here, name, change), ITERATION)
+def key(
+    change: Callable[[StoredKey], StoredKey], name: str = EMBEDDING, folder: str = ITERATION
+) -> Damage:
+    return on(lambda here: change_key(here, name, change), folder)
 
 
-def point_at(file: str) -> Damage:
+def point_at(file: str, folder: str = ITERATION) -> Damage:
     def damage(directory: Path) -> None:
-        first = read_metadata(directory / ITERATION).tensors[0]
+        first = read_metadata(directory / folder).tensors[0]
         extent = first.chunks[0].extent
-        shutil.copy(directory / ITERATION / extent.file, directory / "stolen")
-        change_chunks(directory / ITERATION, first.key, {"extent": replace(extent, file=file)})
+        shutil.copy(directory / folder / extent.file, directory / folder / ".." / "stolen")
+        change_chunks(directory / folder, first.key, {"extent": replace(extent, file=file)})
 
     return damage
 
 
-def repeat_an_element(directory: Path) -> None:
+def repeat_an_element(directory: Path, name: str = EMBEDDING, folder: str = ITERATION) -> None:
     """A tensor of 2**62 elements by strides of 0, in a file of some bytes."""
-    path = directory / ITERATION / "__2_0.distcp"
+    path = directory / folder / "__2_0.distcp"
     write_view(path, View((1 << 62, 4), (0, 1)))
     chunk = Chunk(Box((0, 0), (1 << 62, 4)), Extent(path.name, 0, path.stat().st_size))
-    key(lambda stored: replace(stored, shape=(1 << 62, 4), chunks=(chunk,)))(directory)
+    key(lambda stored: replace(stored, shape=(1 << 62, 4), chunks=(chunk,)), name, folder)(
+        directory
+    )
 
 
-def overlap(directory: Path) -> None:
+def overlap(directory: Path, name: str = EMBEDDING, folder: str = ITERATION) -> None:
     data = content_of(lay_out_archive(NewTensor("F32", (5, 4), bytes(80))))
-    (directory / ITERATION / "__2_0.distcp").write_bytes(data)
+    (directory / folder / "__2_0.distcp").write_bytes(data)
     chunk = Chunk(Box((3, 0), (5, 4)), Extent("__2_0.distcp", 0, len(data)))
-    key(lambda stored: replace(stored, chunks=(stored.chunks[0], chunk)))(directory)
+    key(lambda stored: replace(stored, chunks=(stored.chunks[0], chunk)), name, folder)(directory)
 
 
 def many_layers(stored: StoredKey) -> StoredKey:
@@ -232,11 +235,15 @@ def many_layers(stored: StoredKey) -> StoredKey:
     )
 
 
-def mix_two_keys(directory: Path) -> None:
-    tensors = {stored.key: stored for stored in read_metadata(directory / ITERATION).tensors}
-    extent = tensors[NORM].chunks[0].extent
-    bias = "decoder.layers.mlp.linear_fc2.bias"
-    change_chunks(directory / ITERATION, bias, {"extent": extent})
+def mix_two_keys(
+    directory: Path,
+    bias: str = "decoder.layers.mlp.linear_fc2.bias",
+    folder: str = ITERATION,
+    norm: str = NORM,
+) -> None:
+    tensors = {stored.key: stored for stored in read_metadata(directory / folder).tensors}
+    extent = tensors[norm].chunks[0].extent
+    change_chunks(directory / folder, bias, {"extent": extent})
 
 
 def of_step(step: int, file: str) -> Damage:
@@ -672,6 +679,82 @@ GENERATION = [
 ]
 
 
+# torch.distributed.checkpoint of two ranks, with a framework's values beside it.
+WORDS_ = f"model.{EMBEDDING}"
+DCP_FILE = "__1_0.distcp"
+STORED = "scalai_values.pt"
+
+
+def in_key(change: Callable[[StoredKey], StoredKey], name: str = WORDS_) -> Damage:
+    return key(change, name, "")
+
+
+def rename_keys(old: str, new: str) -> Damage:
+    """Write ``.metadata`` again with other names of keys."""
+
+    def damage(directory: Path) -> None:
+        found = read_metadata(directory)
+        tensors = [replace(of, key=of.key.replace(old, new)) for of in found.tensors]
+        (directory / ".metadata").write_bytes(write_metadata(tensors, found.objects, {}))
+
+    return damage
+
+
+DCP = [
+    Reject("path", point_at("../stolen", ""), "outside of the checkpoint"),
+    Reject("path", point_at("/etc/hostname", ""), "outside of the checkpoint"),
+    Reject("path", on(link_outside, DCP_FILE), "is a link to outside"),
+    Reject(
+        "dtype", replaced(".metadata", b"torch\nfloat32\n", b"torch\ncomplex64\n"), "is of dtype"
+    ),
+    Reject("shape", in_key(lambda of: replace(of, shape=(-8, 4))), "has shape [-8, 4]"),
+    Reject("shape", in_key(lambda of: replace(of, shape=(1 << 62, 4))), "elements of model.embedd"),
+    Reject(
+        "shape", lambda at: change_chunks(at, WORDS_, {"box": Box((6, 0), (4, 4))}),
+        "reaches outside of [8, 4]",
+    ),
+    Reject("hole", in_key(lambda of: replace(of, chunks=of.chunks[1:])), "nobody holds 16 of the"),
+    Reject(
+        "hole", rename_keys(f"model.{NORM}", "model.other"),
+        "optimizer states of 1 parameters that are not in it: decoder.final_layernorm.weight",
+    ),
+    Reject("hole", rename_keys("optimizer.state.", "optimizer.state.0."), "that are not in it"),
+    Reject("overlap", lambda at: overlap(at, WORDS_, ""), "overlap without being replicas"),
+    Reject(
+        "duplicate", in_key(lambda of: replace(of, chunks=(of.chunks[0],) * 2)),
+        "nobody holds 16 of the 32 elements",
+    ),
+    Reject("missing file", lost(DCP_FILE), "__1_0.distcp is missing"),
+    Reject(
+        "extra file", written("__7_0.distcp", b"old"),
+        "__7_0.distcp is left over from another save", 0,
+    ),
+    Reject("truncated", cut(DCP_FILE, 1), "__1_0.distcp is truncated: it has"),
+    Reject("truncated", cut(".metadata", 200), ".metadata holds a damaged pickle"),
+    Reject("truncated", cut(STORED, 1), "scalai_values.pt is damaged or truncated"),
+    Reject("bomb", on(compress, STORED), "is compressed; torch stores plainly"),
+    Reject("bomb", lambda at: repeat_an_element(at, WORDS_, ""), "beyond its storage of 16 bytes"),
+    Reject("digest", replaced(STORED, b"framework", b"framewor_"), "Bad CRC-32"),
+    Reject(
+        "iterations", lambda at: mix_two_keys(at, WORDS_, "", f"model.{NORM}"),
+        "Files of two checkpoints are mixed",
+    ),
+    Reject("version", replaced(".metadata", b"1.0.0", b"2.0.0"), "is of version 2.0.0"),
+    Reject("version", merged(STORED, version=99), "scalai_values.pt is of version 99"),
+    Reject("setting", merged(STORED, step="3", extra=7), "is damaged: step, extra is odd"),
+    Reject("code", on(plant, STORED), "os.system, which no checkpoint"),
+    Reject("code", written(".metadata", b"cos\nsystem\n" + PLANTED), "os.system, which no"),
+    OF_THE_REPORT, SPOILT, NAN,
+]  # fmt: skip
+
+
+def write_dcp_alone(directory: Path) -> None:
+    """As a job of torch saves it."""
+    write(directory, "dcp", dp=2)
+    (directory / STORED).unlink()
+    (directory / REPORT).unlink()
+
+
 # Hugging Face's safetensors, in several files with an index.
 def write_shards(directory: Path) -> None:
     with patch("scalai.converters.safetensors_index.FILE_BYTES", 200):
@@ -804,6 +887,8 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "experts-zero0": lambda path: write(path, "deepspeed_zero0", experts_state(), dp=2, ep=2),
     "experts-zero2": lambda path: write(path, "deepspeed_zero2", experts_state(), dp=4, ep=2),
     "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
+    "dcp": lambda path: write(path, "dcp", dp=2),
+    "dcp-alone": write_dcp_alone,
     "scalai": lambda path: write(path, "scalai"),
     "safetensors": write_shards,
 }
@@ -842,6 +927,14 @@ TABLE: dict[str, tuple[list[Reject], dict[str, str]]] = {
         {
             "overlap": "every tensor is whole in a file of its own",
             "duplicate": "a folder has one name",
+            "run": NO_JOB,
+        },
+    ),
+    "dcp": (
+        DCP,
+        {
+            "count": "pieces are no more than the entries of .metadata",
+            "world": "what lies where is told by .metadata alone, not by names of files",
             "run": NO_JOB,
         },
     ),

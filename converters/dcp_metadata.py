@@ -5,7 +5,8 @@ pickle; it is read by the restricted reader and written under the same names, so
 torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,11 +16,15 @@ from scalai.converters import pickles
 from scalai.converters.bounded import open_regular
 from scalai.converters.opening import file_inside
 from scalai.converters.pickles import Foreign, SealedClass, foreign
-from scalai.converters.torch_archive import MAX_PICKLE_BYTES
+from scalai.converters.torch_archive import MAX_PICKLE_BYTES, MAX_VALUE_BYTES, check_members
+from scalai.converters.zip_members import is_archive
 from scalai.core.errors import LayoutError, RefusedError, ScalaiError
 from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.dtypes import FROM_TORCH, TORCH_NAMES
 from scalai.core.tensors.region import Box, Index
+
+ObjectPath = tuple[str | int, ...]
+"""The keys that lead to a value in a tree of dictionaries and lists."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -56,6 +61,7 @@ class StoredKey:
 class Metadata:
     """Content of ``.metadata``: tensors in the file's order, and objects by key.
 
+    ``paths``: places of keys in the saved tree; empty: not stated.
     ``flat``: keys of tensors stored as flat ranges of a grid of shards, with their shapes
     (``mcore_data`` of megatron-core up to 0.15). Such a key's own shape is the grid's, with the
     elements of a shard as a last axis.
@@ -64,6 +70,7 @@ class Metadata:
     tensors: tuple[StoredKey, ...]
     objects: Mapping[str, Extent]
     flat: Mapping[str, Index]
+    paths: Mapping[str, ObjectPath]
 
 
 class _Place(metaclass=SealedClass):
@@ -105,8 +112,8 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
             )
     except OSError as error:
         raise RefusedError(
-            f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint has one. The save "
-            "was interrupted: use an older checkpoint."
+            f"{path} cannot be read ({error.strerror}); a checkpoint of several files has one. The "
+            "save was interrupted: use an older checkpoint."
         ) from error
     classes = {(_METADATA, "MetadataIndex"): _Place}
     value = pickles.loads(data, str(path), classes=classes, trust=trust)
@@ -165,7 +172,20 @@ def _metadata(value: Any, directory: Path) -> Metadata:
         for key, data in (value.state.get("mcore_data") or {}).items()
         if data.get("nd_reformulated_orig_global_shape")
     }
-    return Metadata(tuple(tensors), objects, flat)
+    return Metadata(tuple(tensors), objects, flat, _paths(value.state.get("planner_data")))
+
+
+def _paths(data: Any) -> dict[str, ObjectPath]:
+    """Return the paths that the planner noted; other planners note other things."""
+    entries = data.items() if isinstance(data, dict) else ()
+    return {
+        key: path
+        for key, path in entries
+        if isinstance(key, str)
+        and type(path) is tuple
+        and all(type(at) in (str, int) for at in path)
+        and ".".join(map(str, path)) == key
+    }
 
 
 def _is_inside(offset: Index, extent: Index, shape: Index) -> bool:
@@ -222,7 +242,46 @@ def _sizes(value: Any) -> Index:
     return tuple(int(size) for size in value.args[0]) if value.args else ()
 
 
-def write_metadata(tensors: Iterable[StoredKey], objects: Mapping[str, Extent]) -> bytes:
+def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
+    """Return the archives of objects other than tensors; they are small.
+
+    Raises:
+        RefusedError: One is too large or damaged.
+    """
+    found = {}
+    for key, extent in objects.items():
+        if extent.size_bytes > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"{directory / extent.file} keeps {key}, {extent.size_bytes} bytes that are no "
+                f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
+            )
+        with open(directory / extent.file, "rb") as file:
+            file.seek(extent.begin)
+            found[key] = file.read(extent.size_bytes)
+        name = f"{directory / extent.file}: {key}"
+        if not is_archive(memoryview(found[key])):
+            raise RefusedError(
+                f"{name}, at byte {extent.begin}, is damaged: it is no whole torch archive. Copy "
+                "the file again, or use another checkpoint."
+            )
+        check_members(io.BytesIO(found[key]), name)
+    return found
+
+
+def stray_notes(directory: Path, metadata: Metadata) -> Iterator[str]:
+    """Yield a note for each file that no key lies in."""
+    named = {extent.file for extent in metadata.objects.values()}
+    named |= {chunk.extent.file for stored in metadata.tensors for chunk in stored.chunks}
+    for path in sorted(directory.glob("*.distcp")):
+        if path.name not in named:
+            yield f"{path.name} is left over from another save: .metadata places nothing in it"
+
+
+def write_metadata(
+    tensors: Iterable[StoredKey],
+    objects: Mapping[str, Extent],
+    paths: Mapping[str, ObjectPath] | None = None,
+) -> bytes:
     """Return the content of ``.metadata``: the pickle of a ``Metadata`` of torch 2."""
     entries: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
@@ -244,7 +303,7 @@ def write_metadata(tensors: Iterable[StoredKey], objects: Mapping[str, Extent]) 
         stored[_index(key, None)] = _info(extent)
     state = {
         "state_dict_metadata": entries,
-        "planner_data": None,
+        "planner_data": None if paths is None else dict(paths),
         "storage_data": stored,
         "storage_meta": None,
         "version": "1.0.0",
