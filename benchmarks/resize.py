@@ -10,6 +10,10 @@ optimizer, one bucket) changes from TP2 DP1 to TP1 DP2 and back, two ranks on on
   weights that are about to be loaded are not initialised first. ``slowed_s`` is not in it: what
   the old steps lose while the new workers build their models on the same cores. ``lost_ratio``
   counts that too.
+* ``downtime_ratio_one_model``: the same where memory does not hold two models: the next workers
+  come up to the brink beside the training (``standby = "brink"``), in ``brink_s`` by phase.
+  ``peak_ratio``: the most memory of the workers of both rounds in further such changes (their
+  share of private memory, without the store's segments), over that of the larger round.
 * ``move_ratio``: snapshot, move and restore over two copies of the same bytes, from memory into
   shared memory and back, all touched before, by as many processes. Not in it: the fingerprints
   (``fingerprint_s``) and the first touch of memory (``page_fault_s``).
@@ -42,15 +46,19 @@ from resize_figures import (
     add_overhead,
     add_stock,
     check_losses,
+    medians,
     read_options,
     there,
 )
-from resize_runs import Change, Layout, run_by_checkpoint, run_by_scalai
+from resize_memory import WorkersMemory
+from resize_runs import Change, Layout, Run, run_by_checkpoint, run_by_scalai
 from warm_copies import copy_seconds
 
 WORKERS = 2
 VOCABULARY = 1024
 MEMORY_DISK = "/dev/shm"
+BRINK_STAGES = ("imported", "entered", "connected", "built")
+"""What a worker notes on its way to the brink."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +138,40 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     report.add("move_ratio", median(ratios))
 
 
+def run_up_to_brink(report: Report, folder: Path, job: Gpt, changes: int) -> Run:
+    """Run a job whose next workers have no storage before the old ones are gone; add its
+    figures."""
+    timed, watched = folder / "one-model", folder / "watched"
+    timed.mkdir()
+    with DeviceMemory(report, "one_model"):
+        run = run_by_scalai(timed, job, changes, report.say)
+    forth = there(run.changes)
+    report.add("one_model_downtime_s", median_downtime_s(run.changes), "s")
+    report.add("one_model_s", medians([change.report["seconds"] for change in forth]))
+    stages = medians([change.stages for change in forth])
+    report.add("brink_s", {name: stages[name] for name in BRINK_STAGES})
+    report.add("one_model_worker_s", stages)
+    report.add("one_model_worker_cpu_s", medians([change.cpu for change in forth]))
+    watched.mkdir()
+    with WorkersMemory(watched / "ours") as memory:
+        run_by_scalai(watched, job, 2, report.say)
+    report.add("round_gb", [round(size / 1e9, 3) for _, size in sorted(memory.rounds.items())])
+    report.add("peak_gb", memory.peak / 1e9, "GB")
+    report.add("peak_ratio", memory.ratio)
+    return run
+
+
+def median_downtime_s(changes: Sequence[Change]) -> float:
+    return median(change.downtime_s for change in there(changes))
+
+
 def main() -> None:
-    options = read_options(__doc__, ("downtime", "ours", "move", "overhead"))
+    options = read_options(__doc__, ("downtime", "ours", "brink", "move", "overhead"))
     report = Report("resize")
     has_device = torch.cuda.is_available()
     size = SMALL if options.small else ON_DEVICE if has_device else FULL
     job = replace(size, standby=options.standby, prove=options.prove)
-    wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
+    wanted = {options.only} if options.only else {"downtime", "ours", "brink", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:
         if wanted & {"downtime", "ours", "move"}:
@@ -145,11 +180,17 @@ def main() -> None:
             add_ours(report, ours.changes)
             if not has_device:
                 add_moves(report, ours.changes, runs=5)
+        if "brink" in wanted:
+            brink = run_up_to_brink(report, folder, replace(job, standby="brink"), options.changes)
         if "downtime" in wanted:
             with DeviceMemory(report, "stock"):
                 stock = run_by_checkpoint(folder, job, ours.steps, report.say)
             add_stock(report, stock.changes, ours.changes)
             check_losses(report, ours, stock)
+            if "brink" in wanted:
+                check_losses(report, brink, stock, "loss_difference_one_model")
+                stood = median(change.downtime_s for change in there(stock.changes))
+                report.add("downtime_ratio_one_model", stood / median_downtime_s(brink.changes))
         if "overhead" in wanted:
             add_overhead(report, folder, PAIRED, Layout(1, "tp1 pp1"), options.pairs)
     finally:

@@ -12,8 +12,8 @@ import torch
 from report import Report
 from resize_runs import Change, Job, Layout, Run, elastic_job
 
+from scalai.core.host.standby import POLICIES as STANDBY
 from scalai.core.job.function_proof import POLICIES
-from scalai.launch.config.elastic_config import STANDBY
 
 LOSS_TOLERANCE = 1e-4
 
@@ -111,10 +111,10 @@ def add_overhead(report: Report, folder: Path, job: Job, layout: Layout, pairs: 
     report.add("overhead_ratio", round(float(np.median(ratios)), 5))
 
 
-def check_losses(report: Report, ours: Run, stock: Run) -> None:
+def check_losses(report: Report, ours: Run, stock: Run, name: str = "loss_difference") -> None:
     """End if the two ways did not train the same: then the comparison would mean nothing."""
     common = sorted(ours.losses.keys() & stock.losses.keys())
     worst = max(abs(ours.losses[s] - stock.losses[s]) / stock.losses[s] for s in common)
-    report.add("loss_difference", worst, f"relative, at most, of {len(common)} steps")
+    report.add(name, worst, f"relative, at most, of {len(common)} steps")
     if not worst < LOSS_TOLERANCE:
         raise SystemExit(f"losses differ by {worst}: ours {ours.losses}, stock {stock.losses}")

@@ -265,6 +265,7 @@ def main() -> None:
         dp = mpu.get_data_parallel_world_size()
         init_num_microbatches_calculator(dist.get_rank(), None, options.global_batch_size, 1, dp)
         is_restoring = options.load is not None or session.restorable_step is not None
+        session.begin_build()
         job = Job(options, session, is_restoring)
         marks.note("built", layout=f"tp{session.tp}-dp{dp}")
         session.attach(MegatronState(job.model, job.optimizer, seed=SEED))

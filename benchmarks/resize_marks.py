@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ class Marks:
 
     def __init__(self, folder: Path, round_number: str) -> None:
         self._file = open(folder / f"round-{round_number}-{dist.get_rank()}.jsonl", "a")
+        self.note("process", pid=os.getpid())
 
     def note(self, event: str, moment: tuple[float, float] | None = None, **facts: Any) -> None:
         """Note an event: now, or at a moment (monotonic clock, processor time)."""

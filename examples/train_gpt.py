@@ -233,6 +233,7 @@ def main() -> None:
         sizes = options.global_batch_size, options.micro_batch_size, job.dp
         batches = Batches(*sizes)
         init_num_microbatches_calculator(dist.get_rank(), None, *sizes)
+        job.begin_build()
         training = build(options, job)
         job.attach(
             scalai.MegatronState(

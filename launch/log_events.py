@@ -37,7 +37,7 @@ DETAILS = frozenset(
         "first_step", "freeze", "function_proven", "heard_again", "held", "hook", "interface",
         "late_commit", "load", "measured", "move", "note", "plan", "proof", "recovered",
         "relaunch", "replica_hurried", "replica_rate", "replicated", "rescued", "reserve",
-        "restore", "round", "seal", "snapshot", "snapshot_every", "spaced", "start",
+        "restore", "round", "seal", "snapshot", "snapshot_every", "spaced", "standby", "start",
         "stop_workers", "store_memory", "table", "trusted", "warm",
     }
 )  # fmt: skip

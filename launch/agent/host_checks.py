@@ -13,6 +13,8 @@ from scalai.launch.config.elastic_config import ProbeConfig
 
 NAME_S = 10.0
 """Seconds for the driver to name a device, before a job starts."""
+FREE_S = 2.0
+"""Seconds for the driver to tell the free memory of devices beside a training."""
 HELD_S, HELD_LOOK_S = 30.0, 1.0
 """Most seconds of waiting for the memory of killed workers, and between two looks."""
 SLACK_MIB = 512
@@ -93,17 +95,25 @@ class DeviceMemory:
                 )
             time.sleep(HELD_LOOK_S)
 
+    def free(self) -> list[int]:
+        """Return the free memory of each device, in bytes; empty: the driver does not say it.
+        Blocks for 7 s at most."""
+        return [size << 20 for size in self._read("memory.free", CommandRunner(FREE_S)).values()]
+
     def _used(self) -> dict[str, int]:
         """Return the used memory of each device in MiB; empty: the driver does not say it."""
+        return self._read("memory.used", self._commands)
+
+    def _read(self, field: str, commands: CommandRunner) -> dict[str, int]:
         try:
-            _, output = _query(self._commands, ("index", "uuid", "memory.used"))
+            _, output = _query(commands, ("index", "uuid", field))
         except NoAnswerError:
             return {}
         lines = [[value.strip() for value in line.split(",")] for line in output.splitlines()]
         return {
-            uuid: int(used)
-            for index, uuid, used in (line for line in lines if len(line) == 3)
-            if used.isdecimal()
+            uuid: int(size)
+            for index, uuid, size in (line for line in lines if len(line) == 3)
+            if size.isdecimal()
             and (self._visible is None or any(_names(n, index, uuid) for n in self._visible))
         }
 

@@ -23,6 +23,7 @@ from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Done, Event, Failed, GroupOver, GroupSeen
+from scalai.core.host.standby import AUTO, BRINK, Choice, Standby, choose
 from scalai.core.host.state import Call, Round
 from scalai.core.job.deadlines import GONE_S
 from scalai.core.messages import commands, reports
@@ -37,7 +38,7 @@ from scalai.launch.agent.loop import DISK, ENDS, HEALTH, MEMORY, NETWORK, THREAD
 from scalai.launch.agent.network import unheard
 from scalai.launch.agent.progress import Stacks
 from scalai.launch.agent.replica_fetch import Replicas
-from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups, obstacle, offer
+from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups, offer, room_beside
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.lanes import Lanes
@@ -157,6 +158,7 @@ class Performer:
             run=workers.run,
             offload=workers.offload,
             paces=workers.paces,
+            is_at_brink=action.is_at_brink,
         )
         self._answer(action.call, welcome)
 
@@ -304,20 +306,19 @@ class Performer:
 
     def _start_group(self, action: actions.StartGroup) -> Iterable[Event]:
         workers, hands = action.workers, self._hands
-        reason = self._obstacle(action) if action.is_standby else None
-        if reason is None:
-            try:
-                group = hands.groups.start(workers)
-            except (ScalaiError, OSError) as error:
-                reason = str(error)
-        if reason is not None:
-            return [Failed(action, reason)]
+        choice = self._level(action) if action.is_standby else None
+        if choice is not None and choice.level is Standby.NOTHING:
+            return [Failed(action, choice.reason)]
+        try:
+            group = hands.groups.start(workers)
+        except (ScalaiError, OSError) as error:
+            return [Failed(action, str(error))]
         self.groups[workers.round] = group
-        if action.is_standby:
-            offer(group.pids().values(), is_standby=True)
-        else:
+        if choice is None:
             here({hands.host: os.getpid(), **group.pids()})
-        return [Done(action)]
+            return [Done(action)]
+        offer(group.pids().values(), is_standby=True)
+        return [Done(action, choice.level)]
 
     def _check_health(self, command: commands.CheckHealth) -> None:
         hands = self._hands
@@ -329,11 +330,18 @@ class Performer:
         work = partial(hands.health.fault, command.reason)
         hands.lanes.run(HEALTH, "a health check", work, checked)
 
-    def _obstacle(self, action: actions.StartGroup) -> str | None:
+    def _level(self, action: actions.StartGroup) -> Choice:
+        """Choose how far the next workers go beside the present ones, and say so."""
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
-        policy = self._hands.spec.config.resize.standby
-        workers = action.workers.placement.local_world_size
-        return obstacle(policy, workers, present, on_devices=action.on_devices)
+        policy, memory = self._hands.spec.config.resize.standby, self._hands.memory
+        is_asked = action.on_devices and action.has_brink and policy in (AUTO, BRINK)
+        devices = memory.free() if memory is not None and is_asked else ()
+        choice = choose(policy, room_beside(present, action, devices))
+        log.info(
+            "event=standby host=%s round=%d level=%s reason=%r",
+            self._hands.host, action.workers.round, choice.level.value, choice.reason,
+        )  # fmt: skip
+        return choice
 
     def _end_group(self, action: actions.EndGroup) -> None:
         """End workers beside the loop: the kernel may take long."""

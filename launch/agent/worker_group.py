@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from scalai.converters.megatron.arguments import derived_flags, is_megatron
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, ScalaiError
+from scalai.core.host.actions import StartGroup
+from scalai.core.host.standby import Room
 from scalai.core.job.spacing import Schedule
 from scalai.core.messages import commands
 from scalai.core.messages.commands import Workers
@@ -264,30 +266,25 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
 
 FIRST_TO_GO = "1000"
 """Adjustment of the kernel's choice when memory runs out (proc(5))."""
-MEMORY_RESERVE = 1.25
-"""Private memory of a new worker, relative to the largest present one."""
 
 
-def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: bool) -> str | None:
-    """Return the obstacle to building ``workers`` more now; None: there is none.
+def room_beside(present: Iterable[int], action: StartGroup, devices: Sequence[int]) -> Room:
+    """Measure the room for the workers of a round beside the present ones.
 
     Args:
-        policy: ``[resize] standby``: ``auto``, ``always`` or ``never``.
-        workers: Number of workers to build on this host.
         present: Process numbers of the training workers here.
-        on_devices: Whether their state is in device memory, seldom enough for two models.
+        devices: Free memory of each device, in bytes; empty: unknown.
     """
-    if policy == "never":
-        return "[resize] standby is never"
-    used = max((private_bytes(pid) for pid in present), default=0)
-    if policy == "always" or not used:
-        return None
-    if on_devices:
-        return "device memory holds one model ([resize] standby = 'always' builds all the same)"
-    needed, free = int(workers * used * MEMORY_RESERVE), available_memory()
-    if needed > free:
-        return f"{workers} workers may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-    return None
+    workers = action.workers.placement.local_world_size
+    device_free = min(devices) // -(-workers // len(devices)) if devices else None
+    return Room(
+        workers=workers,
+        used=max((private_bytes(pid) for pid in present), default=0),
+        free=available_memory(),
+        on_devices=action.on_devices,
+        device_free=device_free,
+        has_brink=action.has_brink,
+    )
 
 
 def offer(processes: Iterable[int], *, is_standby: bool) -> None:

@@ -39,6 +39,7 @@ from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, parse_reques
 from scalai.core.degrees.passes import MEMORY_PARTS, RECOMPUTES, SPEED_PARTS
 from scalai.core.degrees.policy import DegreePolicy, Preferring, Rule
 from scalai.core.errors import UsageError
+from scalai.core.host.standby import POLICIES as STANDBY
 from scalai.core.job.function_proof import POLICIES
 from scalai.core.job.spacing import MOST_STEPS
 from scalai.launch.config.constants import CONSTANTS, ignored
@@ -53,7 +54,6 @@ DERIVED_LIMITS = (
     "has_uneven_shares", "has_uneven_stages", "own_stages",
 )  # fmt: skip
 """Limits that follow from a script's flags; no file states them."""
-STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
 DATA_ORDERS = ("loader", "own")
 PLANNERS = ("auto", "keep", "cost")
@@ -115,7 +115,8 @@ class ResizeConfig:
         allowed_sizes: World sizes in use, ascending; empty: any.
         min_model_parallel: Smallest TP·PP known to fit into memory; None: the present one.
         standby: Whether the next round's workers build their models while the present ones train:
-            ``auto`` where host memory holds both, ``always``, ``never``.
+            ``auto`` where memory holds both, else without storage (``brink``), ``always``,
+            ``brink``, ``never`` (``core.host.standby``).
         coordinator_timeout_s: Seconds that workers train on without the coordinator.
         start_timeout_s: Seconds without progress of a starting round before it is given up.
         hang_s: Seconds without a step of any worker before the round starts again, while the usual

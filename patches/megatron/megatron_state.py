@@ -227,11 +227,17 @@ def _slots(
         yield Slot(tensor, data[low:high], pieces, is_wanted=False)
     masters = [owned.main] if owned.master is None else [owned.master, owned.main]
     for number, main in enumerate(master.detach().view(-1) for master in masters):
-        if main.data_ptr() != data[low:high].data_ptr():
+        if not _is_same_memory(main, data[low:high]):
             # Of two copies (one on the host, which is updated) the first is the truth.
             yield Slot(_tensor(MAIN, part, main), main, pieces, is_held=not number)
     for kind, value in owned.state.items():
         yield from _state_slot(kind, value, part, pieces, high - low)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two flat tensors begin at one place, also of a storage that has no bytes yet."""
+    storages = one.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset()
 
 
 def _state_slot(

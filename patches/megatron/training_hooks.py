@@ -238,6 +238,7 @@ class TrainingHooks:
         is_restoring = self._is_generation_newer(job)
         # Else it would read a checkpoint that is overwritten.
         with without(job, LOADED_FROM) if is_restoring else nullcontext():
+            session.begin_build()
             built = wrapped(*args, **kwargs)
         model, optimizer, scheduler = built
         self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far

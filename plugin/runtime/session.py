@@ -23,7 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +57,7 @@ from scalai.runtime.consumption import LEDGER, Consumption, Contradiction
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.emergency_writer import watch_collectives
 from scalai.runtime.failpoints import here, reached
+from scalai.runtime.groups import touch_groups
 from scalai.runtime.live import (
     Get,
     LiveState,
@@ -72,6 +73,7 @@ from scalai.runtime.processes import imported
 from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
 from scalai.runtime.step_passes import PassAtHand, PassClock, StepPasses
+from scalai.runtime.unstored import UnstoredBuild
 
 
 class MadeSteps:
@@ -205,6 +207,8 @@ class Session:
             a later one.
         is_standby: Started during the training of the round before. ``attach`` returns once the old
             workers have stopped.
+        is_at_brink: Memory does not hold a second model beside the training: behind ``begin_build``
+            the model of this standby worker has no storage until ``attach`` restores it.
         facts: Facts of the job's first workers (``report_facts``); empty on a fresh start.
         settings: Elastic configuration of a framework's hooks.
         is_measured: A framework's hooks call ``note_numbers``. Else the state may, from ``attach``
@@ -221,6 +225,7 @@ class Session:
         self.paces: tuple[int, ...] | None = None
         self.restorable_step: int | None = None
         self.is_standby = False
+        self.is_at_brink = False
         self.facts: Mapping[str, Json] = {}
         self.settings: Mapping[str, Json] = {}
         self.replaying: Callable[[], bool] = lambda: False
@@ -236,6 +241,8 @@ class Session:
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
         self._clock: PassClock | None = None
+        self._has_brink = False
+        self._unstored: UnstoredBuild | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
@@ -265,7 +272,7 @@ class Session:
         if self.paces is not None:
             self._clock = PassClock(partial(page.report_pace, local_rank))
         self.restorable_step = welcome.restorable_step
-        self.is_standby = welcome.is_standby
+        self.is_standby, self.is_at_brink = welcome.is_standby, welcome.is_at_brink
         self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
         self.run = welcome.run
         self._progress.schedule = Schedule(welcome.snapshot_every)
@@ -519,6 +526,21 @@ class Session:
         """Report the script's facts for later rounds, such as ``padded_vocab_size``."""
         self._reported.update(facts)
 
+    def begin_build(self) -> None:
+        """Announce the build of the model and the optimizer; optional. Call on every rank, once
+        groups of processes and data sets are there.
+
+        With it a change may have its next workers built beside the training where memory does not
+        hold two models (``is_at_brink``). Such a build makes its parameters, and what is made of
+        them, without storage, up to ``attach``: it may not compute values from them.
+        """
+        self._has_brink = True
+        if self.is_standby:
+            touch_groups()
+        if self.is_at_brink and self._unstored is None:
+            self._unstored = UnstoredBuild()
+            self._unstored.begin()
+
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
     ) -> bool:
@@ -565,6 +587,10 @@ class Session:
         attached.rings = rings_for({slot.buffer.device for slot in slots})
         if attached.rings:
             watch_collectives(lambda: not self._progress.is_stopped, self.end_by_collective)
+        filled = [slot.buffer for slot, _ in wanted]
+        if self._unstored is not None:
+            self._unstored.check(filled)
+            self._unstored.end()
         reached("build" if self.is_standby else "relaunch")
         source = self._link.agent.call(
             Publish(
@@ -576,8 +602,12 @@ class Session:
                 coordinate=state.coordinate,
                 facts=JsonText.of(self._facts()),
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
+                has_brink=self._has_brink,
             )
         )
+        storage_s: float | None = None
+        if self._unstored is not None:
+            storage_s = self._unstored.take_back(filled if source is not None else ())
         attached.snapshots = Snapshots(
             self._link.agent, self.rank, self._link.round, state, attached.held, attached.rings,
             self._registered, self._consumption,
@@ -589,7 +619,7 @@ class Session:
             self._consumption.begin(step, samples, "the state is a checkpoint of the framework's")
             self._snapshot("start")
         else:
-            self._restore(wanted, source)
+            self._restore(wanted, source, storage_s)
         self._link.report(self.step)
         return source is not None
 
@@ -786,9 +816,12 @@ class Session:
         assert self._attached is not None and self._attached.snapshots is not None
         return self._attached.snapshots.take(reason, self.step, self.consumed_samples)
 
-    def _restore(self, wanted: Sequence[Row], source: Source) -> None:
+    def _restore(self, wanted: Sequence[Row], source: Source, storage_s: float | None) -> None:
         assert self._link is not None and self._attached is not None
         filled = fill_state(self._attached.state, wanted, source, self._attached.rings)
+        if storage_s is not None:  # a part of the restore
+            note = f"{filled.note} storage_s={storage_s:.3f}"
+            filled = replace(filled, note=note, began=filled.began - storage_s)
         self.step, self._progress.is_compared = source.step, source.proves
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._attached.restored_step = self.step

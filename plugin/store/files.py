@@ -53,11 +53,16 @@ def advise(buffer: mmap.mmap, low: int, high: int, advice: int) -> bool:
 
     False if the kernel refuses. Through ctypes: unlike ``mmap.madvise``, it lets other threads run.
     """
-    low -= low % mmap.PAGESIZE
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return advise_memory(address + low, address + high, advice)
+
+
+def advise_memory(low: int, high: int, advice: int) -> bool:
+    """Apply ``advice`` to the addresses ``[low, high)``, as ``advise``."""
+    low -= low % mmap.PAGESIZE
     while low < high:
         step = min(_STEP_BYTES, high - low)
-        if _libc.madvise(address + low, step, advice) != 0:
+        if _libc.madvise(low, step, advice) != 0:
             return False
         low += step
     return True

@@ -64,9 +64,10 @@ def test_an_agent_that_comes_back_brings_what_it_had_sealed(tmp_path: Path) -> N
 
 
 @pytest.mark.campaign
-def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None:
-    given = {"resize.build_timeout_s": 10.0}
-    with tiny_agents(tmp_path, TO_ONE, nodes="1", constants=given) as agents:
+@pytest.mark.parametrize("standby", ["auto", "brink"])
+def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path, standby: str) -> None:
+    given, settings = {"resize.build_timeout_s": 10.0}, {"resize": f"standby = '{standby}'"}
+    with tiny_agents(tmp_path, TO_ONE, nodes="1", constants=given, settings=settings) as agents:
         agents.start("a")
         agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
         agents.arm("build", "0", "SIGSTOP")
@@ -76,6 +77,33 @@ def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None
         agents.check_each_once()
         assert "not built within 10 s" in agents.text()
         agents.wait_until(lambda: len(agents.workers()) == 1, "nothing else is left")
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_worker_of_a_change_by_the_brink_may_die_at_any_place(tmp_path: Path) -> None:
+    """No step is lost or made twice: the old state is whole until the new one is proven."""
+    settings = {"resize": "standby = 'brink'"}
+    again = {"resize.quarantine_s": 0.0}
+    with tiny_agents(
+        tmp_path, '2 = "tp2"', nodes="1", settings=settings, flags=FLAGS, constants=again
+    ) as agents:
+        agents.start("a")
+        agents.wait_for_all(2)
+        agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
+        for number, place in enumerate(("build", "write", "relaunch", "restore")):
+            agents.arm(place, str(number % 2))
+            changes, tp = len(agents.resizes()), 1 + number % 2
+            levels = agents.text().count("level=brink")
+            agents.scale(degrees=f"tp{tp}")
+            agents.wait_for_death()
+            agents.wait_until(
+                lambda: agents.lines()[-1]["tp"] == tp,  # noqa: B023
+                f"TP {tp} after {place}",
+            )
+            agents.wait_until(lambda: len(agents.resizes()) > changes, "the report")  # noqa: B023
+            assert agents.text().count("level=brink") > levels, place
+        agents.check_each_once()
 
 
 FAULTY_JOB = Path(__file__).parents[1] / "support" / "faulty_job.py"

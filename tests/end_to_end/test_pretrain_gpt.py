@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,8 +50,11 @@ def jobs() -> Iterator[list[Job]]:
 
 @pytest.fixture
 def start(tmp_path: Path, jobs: list[Job]) -> Start:
-    def start_job(name: str, nproc: int, degrees: dict[int, str], flags: Sequence[str]) -> Job:
-        jobs.append(Job(tmp_path / name, nproc, degrees, ["--train-iters", str(STEPS), *flags]))
+    def start_job(
+        name: str, nproc: int, degrees: dict[int, str], flags: Sequence[str], **more: Any
+    ) -> Job:
+        flags = ["--train-iters", str(STEPS), *flags]
+        jobs.append(Job(tmp_path / name, nproc, degrees, flags, **more))
         return jobs[-1]
 
     return start_job
@@ -137,6 +141,31 @@ def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
     check_as_uninterrupted(alone, changed)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("nproc", "target", "degrees", "flags"),
+    [
+        (3, 2, {3: "tp1 pp1", 2: "tp2 pp1"}, DISTRIBUTED),
+        (4, 2, {4: "tp2 pp1", 2: "tp1 pp2"}, ["--position-embedding-type", "rope"]),
+    ],
+    ids=["DP3 to TP2", "TP2·DP2 to PP2, rotary"],
+)
+def test_next_workers_at_the_brink_go_on_as_if_nothing_had_happened(
+    nproc: int, target: int, degrees: dict[int, str], flags: list[str], tmp_path: Path, start: Start
+) -> None:
+    steps = 2 * STEPS  # the next workers are there in time
+    flags = [*flags, *real_text(tmp_path), "--train-iters", str(steps)]
+    alone = start("alone", nproc, degrees, flags)
+    alone.finish()
+    long, settings = {"resize.build_timeout_s": 300}, "standby = 'brink'"
+    changed = start("changed", nproc, degrees, flags, constants=long, settings=settings)
+    changed.wait_for_step(BEFORE)
+    changed.scale(target)
+    changed.finish()
+    assert "level=brink" in changed.log and changed.log.count("storage_s=") == 1
+    check_as_uninterrupted(alone, changed, steps)
+
+
 def test_other_passes_at_the_same_degrees_change_nothing_but_themselves(
     tmp_path: Path, start: Start
 ) -> None:
@@ -154,10 +183,10 @@ def test_other_passes_at_the_same_degrees_change_nothing_but_themselves(
     check_as_uninterrupted(alone, changed)
 
 
-def check_as_uninterrupted(alone: Job, changed: Job) -> None:
+def check_as_uninterrupted(alone: Job, changed: Job, steps: int = STEPS) -> None:
     """Compare what two jobs have consumed and learned, one of which was changed once."""
     expected, found = alone.ledger(), changed.ledger()
-    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    assert list(found) == list(expected) == list(range(1, steps + 1))
     assert len({entry.round for entry in found.values()}) == 2, changed.log
     check_same_steps(found, expected)
     assert changed.verified() == {"is_kept": True, "breaks": [], "notes": []}

@@ -151,6 +151,33 @@ def test_losses_are_those_of_an_uninterrupted_run(
 
 
 @pytest.mark.campaign
+def test_next_workers_at_the_brink_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Their models have no storage before the old ones are gone, and the function is proven."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    settings = {**SETTINGS, "resize": "standby = 'brink'\nprove_function = 'always'"}
+    degrees = '2 = "tp1 pp1"'
+    with Agents(
+        tmp_path, degrees, command(metrics, STEPS), slots=2, nodes="1", settings=settings,
+        flags=FLAGS,
+    ) as agents:  # fmt: skip
+        agents.start("a")
+        wait_for_change(agents, 1)
+        agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
+        for number, changed in enumerate(("tp2 pp1", "tp1 pp2", "tp1 pp1"), 2):
+            made = last_step(metrics)
+            agents.wait_until(lambda: last_step(metrics) >= made + 4, "steps", deadline_s=200)  # noqa: B023
+            agents.scale(degrees=changed)
+            wait_for_change(agents, number)
+        agents.drain("a")
+        agents.exit_code("a")
+        text, reports = agents.text(), agents.resizes()
+    assert text.count("level=brink") == text.count("storage_s=") == 3, text
+    assert all(each["function"].startswith("proven") for each in reports[1:]), reports
+    check_same(metrics, tmp_path / "uninterrupted")
+
+
+@pytest.mark.campaign
 def test_the_host_that_stays_keeps_its_stage_where_the_first_one_leaves(tmp_path: Path) -> None:
     """In the order of joining the second host would have the first stage, of which it holds
     nothing, and the new one the second: all of the state would cross."""

@@ -20,10 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 from torch.utils.cpp_extension import _get_build_directory
 
 from scalai.core.errors import PeerError, RefusedError
+from scalai.core.host.actions import StartGroup
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     Hello,
@@ -49,14 +51,13 @@ from scalai.launch.agent.worker_group import (
     THREADS_BY_DEFAULT,
     WorkerCalls,
     WorkerGroups,
-    obstacle,
     offer,
     private_bytes,
+    room_beside,
 )
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.agent_folder import call_agent
-from scalai.store.pool import available_memory
 from scalai.vfs.fuse import NAMES_S
 from support.stopping import stop
 from support.wire_words import workers as wanted
@@ -364,26 +365,15 @@ def worker() -> Iterator[int]:
         process.kill()
 
 
-def test_workers_are_built_where_memory_holds_them_beside_the_present_ones(worker: int) -> None:
-    used = private_bytes(worker)
-    assert MEGABYTES << 20 <= used < (MEGABYTES + 50) << 20
-    assert obstacle("auto", 2, [worker, os.getpid()], on_devices=False) is None
-    many = available_memory() // used + 1
-    found = obstacle("auto", many, [worker], on_devices=False)
-    assert found is not None and f"{many} workers may take" in found and "GB are free" in found
-    assert obstacle("always", many, [worker], on_devices=False) is None
-
-
-def test_device_memory_is_not_asked_to_hold_two_models_unless_somebody_says_so(worker: int) -> None:
-    found = obstacle("auto", 1, [worker], on_devices=True)
-    assert found is not None and "standby = 'always'" in found
-    assert obstacle("always", 1, [worker], on_devices=True) is None
-
-
-def test_a_host_on_which_nothing_trains_has_nothing_to_lose() -> None:
-    assert obstacle("auto", 10**9, [], on_devices=False) is None
-    assert obstacle("auto", 10**9, [GONE], on_devices=False) is None  # it has just died
-    assert obstacle("never", 1, [], on_devices=False) is not None
+def test_the_room_for_further_workers_is_measured(worker: int) -> None:
+    action = StartGroup(wanted(2, 0, 3), is_standby=True, on_devices=True, has_brink=True)
+    room = room_beside([worker, os.getpid(), GONE], action, [7 << 30, 6 << 30])
+    assert MEGABYTES << 20 <= private_bytes(worker) < (MEGABYTES + 50) << 20
+    assert room.used == max(map(private_bytes, [worker, os.getpid()]))
+    assert room.workers == 3 and room.device_free == 3 << 30, "two of them share a device"
+    assert room.on_devices and room.has_brink and 0 < room.free <= psutil.virtual_memory().total
+    nothing = room_beside([GONE], action, [])
+    assert nothing.used == 0 and nothing.device_free is None
 
 
 def test_what_is_on_standby_goes_first_when_memory_runs_out_with_what_it_has_started() -> None:

@@ -122,6 +122,27 @@ def test_a_resized_job_goes_on_as_the_uninterrupted_one(
         assert result.randomness == "rng=continued"
 
 
+UNSTORED = {
+    "tp2-to-tp1", "pp2-to-virtual-stages", "tp2pp2-to-dp3-buckets", "whole-to-split",
+    "grouped-queries-tp2-to-tp4", "bf16-tp2-to-dp2", "fp16-dp2-to-pp2", "instances-dp4-to-tp2dp2",
+    "half-to-all-spilled", "experts-ep2-to-tp2ep2", "same-tp2dp2-dropout",
+}  # fmt: skip
+"""Cases of each kind of optimizer, buffer and precision."""
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("model", "before", "after", "tolerance"),
+    [case[1:] for case in CASES if case[0] in UNSTORED],
+    ids=[case[0] for case in CASES if case[0] in UNSTORED],
+)
+def test_a_job_built_without_storage_goes_on_as_the_uninterrupted_one(
+    pool: WorkerPool, tmp_path: Path, model: Fields, before: Fields, after: Fields, tolerance: float
+) -> None:
+    old, new = (Job(**{**model, **layout}) for layout in (before, after))
+    check(resize(pool, old, new, tmp_path, "unstored"), tolerance)
+
+
 def test_masters_in_host_memory_round_to_the_weights_and_verify_looks(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ class FakeSession:
     """Restores the counters of step ``restorable_step``, and drains at ``stop``."""
 
     run, is_standby, is_proving, is_to_prove, is_compared = "r", False, False, False, False
+    is_announced = False
     registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
 
     def __init__(
@@ -50,6 +51,9 @@ class FakeSession:
         self.draws: list[tuple[Draw, ...]] = []
         self.even: list[str] = []
 
+    def begin_build(self) -> None:
+        self.is_announced = True
+
     def report_facts(self, **facts: Any) -> None:
         self.facts.update(facts)
 
@@ -57,6 +61,7 @@ class FakeSession:
         self.registered = get, set
 
     def attach(self, state: Any, *, step: int = 0, samples: int = 0, restore: bool = True) -> bool:
+        assert self.is_announced, "its next workers could not stop at the brink"
         self.attached = {"step": step, "samples": samples, "restore": restore}
         self.state = state
         if restore and self.registered:

@@ -8,6 +8,7 @@ from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import GroupSeen
 from scalai.core.host.law import advance
+from scalai.core.host.standby import Standby
 from scalai.core.host.state import HostSettings, HostState
 from scalai.core.messages import commands
 from scalai.core.messages.reports import Report, WorkersFailed
@@ -130,19 +131,26 @@ class LawHost:
         self.obey(start(number, 0, len(self.ranks), **facts))
         self.succeed(actions.StartGroup)
 
-    def build(self, number: int = 2) -> None:
+    def build(self, number: int = 2, level: Standby = Standby.MODELS) -> None:
         """Start workers beside the present ones."""
         self.obey(commands.Build(workers(number, 0, len(self.ranks))))
-        self.succeed(actions.StartGroup)
+        self.succeed(actions.StartGroup, level)
 
     def publish(
-        self, number: int = 1, *, is_restoring: bool = False, held: Mapping[int, Collection] = {}
+        self,
+        number: int = 1,
+        *,
+        is_restoring: bool = False,
+        held: Mapping[int, Collection] = {},
+        brink: Iterable[int] = (),
     ) -> list[int]:
-        """All workers publish; return their calls."""
+        """All workers publish; return their calls. ``brink``: ranks that can stop there."""
         none, facts = Collection.of([]), JsonText.of({})
         found = [held.get(rank, none) for rank in self.ranks]
         return [
-            self.ask(Publish(rank, number, is_restoring, it, it, f"r{rank}", facts, False))
+            self.ask(
+                Publish(rank, number, is_restoring, it, it, f"r{rank}", facts, False, rank in brink)
+            )
             for rank, it in enumerate(found)
         ]
 

@@ -16,6 +16,7 @@ from scalai.core.errors import PeerError, ReplacedError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
+from scalai.core.host.standby import Standby
 from scalai.core.host.state import HostSettings, HostState, Round
 from scalai.core.host.succession import underway
 from scalai.core.job.deadlines import STALL_S
@@ -108,7 +109,8 @@ class SimulatedHands:
                 schedule = Schedule(workers.snapshot_every)
                 made = {rank: Worker(rank, schedule=schedule) for rank in workers.placement.ranks}
                 self.groups[workers.round] = Group(made, workers.placement.world_size)
-                return [events.Done(action)]
+                level = Standby.BRINK if workers.round % 2 else Standby.MODELS
+                return [events.Done(action, level if action.is_standby else None)]
             case actions.EndGroup(number):
                 newest = self.groups.pop(number).newest()
                 host.is_spoilt &= not host.has_spoilt

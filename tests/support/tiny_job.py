@@ -140,6 +140,7 @@ def main() -> None:
     with scalai.elastic() as job:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
+        job.begin_build()
         hold(options.held)  # what a model would take to build
         state = TinyState(rank % job.tp, job.tp, rank // job.tp)
         samples: list[int] = []

@@ -53,16 +53,22 @@ class AnswerHello:
     call: Call
     workers: Workers
     is_standby: bool
+    is_at_brink: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StartGroup:
-    """Start the workers of a round. Beside present workers only if memory holds both models;
-    ``on_devices``: in device memory."""
+    """Start the workers of a round. Result: their level of standby, which the room beside present
+    workers allows (``standby.choose``); None: they begin at once.
+
+    ``on_devices``: their state is in device memory; ``has_brink``: their script can stop at the
+    brink.
+    """
 
     workers: Workers
     is_standby: bool
     on_devices: bool = False
+    has_brink: bool = False
 
 
 @dataclass(frozen=True, slots=True)

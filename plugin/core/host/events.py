@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.host.actions import Action
+from scalai.core.host.standby import Standby
 from scalai.core.host.state import Call, SnapshotFiles
 from scalai.core.messages.commands import Command, Commit
 from scalai.core.messages.reports import Report
@@ -75,7 +76,7 @@ class Gathered:
     bytes_remote: int
 
 
-Result = Gathered | SnapshotFiles | bytes | int | None
+Result = Gathered | SnapshotFiles | Standby | bytes | int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from scalai.core.host import (
     succession,
 )
 from scalai.core.host.actions import Action, Level
+from scalai.core.host.standby import Standby
 from scalai.core.host.state import Call, HostState, SnapshotFiles
 from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
@@ -121,8 +122,8 @@ def _on(step: Step, event: events.Event) -> None:
 
 def _done(step: Step, work: Action, result: events.Result) -> None:
     match work, result:
-        case actions.StartGroup(workers), None:
-            rounds.group_started(step, workers.round)
+        case actions.StartGroup(workers), Standby() | None:
+            rounds.group_started(step, workers.round, result)
         case actions.EndGroup(number), int(newest):
             rounds.group_ended(step, number, newest)
         case commands.Agree(), None:
@@ -293,7 +294,8 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
         case Hello():
             is_standby = not step.is_present(request.round)
             step.change_of(request.round, calls=current.calls)
-            step.do(actions.AnswerHello(call, current.workers, is_standby))
+            at_brink = is_standby and current.is_at_brink
+            step.do(actions.AnswerHello(call, current.workers, is_standby, at_brink))
         case Publish():
             rounds.publish(step, call, request)
         case AwaitSlot():

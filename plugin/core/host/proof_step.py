@@ -34,8 +34,8 @@ def _proves(current: Round) -> bool:
 def holds(step: Step) -> bool:
     """Whether the present round, due to end, still makes the step.
 
-    With standby workers, or none to come to this host, it continues beside the next round; else its
-    memory may be needed, and the next round waits for it.
+    With standby workers that have their models, or none to come to this host, it continues beside
+    the next round; else its memory may be needed, and the next round waits for it.
     """
     current = step.present()
     stop = current.stop
@@ -46,7 +46,8 @@ def holds(step: Step) -> bool:
         return False
     proof = replace(current.proof, until=step.now + PROOF_S)
     current = step.change_round(proof=proof)
-    if step.state.standby is None and not step.state.leave.is_asked:
+    standby = step.state.standby
+    if standby.is_at_brink if standby is not None else not step.state.leave.is_asked:
         return True
     end(step)  # of an earlier change
     step.change(proving=current, round=None)

@@ -9,7 +9,8 @@ from scalai.core.errors import ProofError
 from scalai.core.host import actions, proof_step, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Gathered, GroupOver
-from scalai.core.host.state import Call, Finish, Group, RankModel, Round, Steps, Want
+from scalai.core.host.standby import Standby
+from scalai.core.host.state import Call, Finish, Group, Models, RankModel, Round, Steps, Want
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
 from scalai.core.messages import commands, reports
@@ -75,12 +76,21 @@ def _start_due(step: Step) -> None:
         step.do(actions.StartGroup(present.workers, is_standby=False))
     if standby is not None and standby.group is Group.DUE:
         step.change_of(standby.number, group=Group.RUNNING)
-        on_devices = present is not None and present.models.uses_devices
-        step.do(actions.StartGroup(standby.workers, is_standby=True, on_devices=on_devices))
+        models = Models() if present is None else present.models
+        step.do(
+            actions.StartGroup(
+                standby.workers,
+                is_standby=True,
+                on_devices=models.uses_devices,
+                has_brink=models.has_brink,
+            )
+        )
 
 
-def group_started(step: Step, number: int) -> None:
+def group_started(step: Step, number: int, level: Standby | None = None) -> None:
     """Report a plain job's round as stepped: nothing more is heard of it until its end."""
+    if level is Standby.BRINK:
+        step.change_of(number, is_at_brink=True)
     if step.is_present(number) and not step.state.settings.is_elastic:
         step.tell(reports.Stepped(number))
 
@@ -220,6 +230,7 @@ def publish(step: Step, call: Call, report: Publish) -> None:
         published={**models.published, report.rank: model},
         facts={**models.facts, **report.facts.value()},
         uses_devices=models.uses_devices or report.uses_devices,
+        has_brink=report.has_brink and (models.has_brink or not models.published),
         is_unhooked=False,
     )
     step.change_of(report.round, models=models)

@@ -65,6 +65,7 @@ class Models:
         published: By rank.
         tensors: Number of tensors in the whole job, once every host has published.
         uses_devices: Workers keep state in device memory.
+        has_brink: The script of all workers can be built without storage.
         is_unhooked: A worker trains without hooks.
         is_proven: Workers may train: their initial state is proven.
     """
@@ -73,6 +74,7 @@ class Models:
     facts: Mapping[str, Json] = field(default_factory=dict)
     tensors: int | None = None
     uses_devices: bool = False
+    has_brink: bool = False
     is_unhooked: bool = False
     is_proven: bool = False
 
@@ -254,6 +256,7 @@ class Round:
 
     Attributes:
         command: The coordinator's command; ``Build`` for a standby that has not begun.
+        is_at_brink: Its workers were on standby without storage for their models.
         is_ending: Its workers are being ended.
         calls: Pending calls of its workers.
         first: Its first step.
@@ -270,6 +273,7 @@ class Round:
 
     command: Build | Start
     group: Group = Group.NONE
+    is_at_brink: bool = False
     is_ending: bool = False
     calls: frozenset[Call] = frozenset()
     models: Models = field(default_factory=Models)

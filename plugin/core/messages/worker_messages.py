@@ -86,6 +86,7 @@ class Welcome:
         is_async: Snapshots on the way are written beside the training.
         has_emergency: A worker that outlives a failure writes its state.
         restorable_step: Step of the generation for ``Publish``; None: no generation.
+        is_at_brink: On standby without memory for a second model: it builds without storage.
         facts: Facts of the job's first workers.
         settings: The elastic configuration's values for a framework's hooks.
         run: Name of this run of the job.
@@ -105,6 +106,7 @@ class Welcome:
     run: str = "-"
     offload: Offload | None = None
     paces: tuple[int, ...] | None = None
+    is_at_brink: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class Source:
 @dataclass(frozen=True, eq=False, slots=True)
 class Publish(Request[Source | None]):
     """The model is built. ``held``: pieces of this rank at a snapshot; ``wanted``: pieces to
-    restore; ``coordinate``: place of its own state.
+    restore; ``coordinate``: place of its own state; ``has_brink``: its script can be built without
+    storage.
 
     Answered once all needed bytes are on this host; None: the workers begin from their built state.
     """
@@ -151,6 +154,7 @@ class Publish(Request[Source | None]):
     coordinate: str
     facts: JsonText
     uses_devices: bool
+    has_brink: bool = False
 
     def __post_init__(self) -> None:
         self.held.check()

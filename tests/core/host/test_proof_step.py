@@ -4,6 +4,7 @@ import pytest
 
 from scalai.core.host import actions
 from scalai.core.host.events import GroupSeen
+from scalai.core.host.standby import Standby
 from scalai.core.job.function_proof import PROOF_S, Numbers
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import RankStepped
@@ -28,10 +29,10 @@ def host() -> LawHost:
     return host
 
 
-def stop(host: LawHost, *, is_built: bool = False) -> None:
+def stop(host: LawHost, *, level: Standby = Standby.NOTHING) -> None:
     """End the round, with or without workers on standby."""
-    if is_built:
-        host.build()
+    if level is not Standby.NOTHING:
+        host.build(level=level)
     host.obey(commands.Stop(1, has_written=True))
 
 
@@ -44,7 +45,7 @@ def ends(host: LawHost) -> list[tuple[int, float]]:
 
 
 def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: LawHost) -> None:
-    stop(host, is_built=True)
+    stop(host, level=Standby.MODELS)
     assert host.reported()[-1] == "stopped" and not ends(host)
     host.obey(start(2, 3, is_built=True))
     answers = len(host.answers())
@@ -61,7 +62,7 @@ def test_where_the_next_workers_stand_by_the_old_ones_go_on_beside_them(host: La
 
 
 def test_who_makes_the_step_for_too_long_beside_the_next_round_is_ended(host: LawHost) -> None:
-    stop(host, is_built=True)
+    stop(host, level=Standby.MODELS)
     host.tick(PROOF_S - 1)
     assert not ends(host)
     host.tick(2)
@@ -70,8 +71,10 @@ def test_who_makes_the_step_for_too_long_beside_the_next_round_is_ended(host: La
     assert ends(host) == [(1, 0.0)]
 
 
-def test_elsewhere_the_round_ends_behind_the_step(host: LawHost) -> None:
-    stop(host)
+@pytest.mark.parametrize("level", [Standby.NOTHING, Standby.BRINK])
+def test_elsewhere_the_round_ends_behind_the_step(host: LawHost, level: Standby) -> None:
+    """Nor do workers at the brink begin before: they need the memory of the old ones."""
+    stop(host, level=level)
     tell(host, 0)
     host.tick()
     assert not ends(host) and "stopped" not in host.reported()
@@ -97,7 +100,7 @@ def test_a_step_that_hangs_or_is_left_out_ends_the_round_too(
 def test_who_dies_in_the_step_is_told_of_at_once_with_what_the_others_know(
     host: LawHost, *, has_told: bool
 ) -> None:
-    stop(host, is_built=True)
+    stop(host, level=Standby.MODELS)
     host.obey(start(2, 3, is_built=True))
     if has_told:
         tell(host, 1, 5.0)
@@ -115,7 +118,7 @@ def test_workers_that_have_told_of_the_step_before_the_end_hold_up_nothing(host:
 def test_a_next_round_without_workers_on_standby_has_the_memory_of_the_old_ones(
     host: LawHost,
 ) -> None:
-    stop(host, is_built=True)
+    stop(host, level=Standby.MODELS)
     host.obey(commands.GiveUp(5))
     assert not ends(host), "it is of no other round"
     host.obey(commands.GiveUp(2))

@@ -14,6 +14,7 @@ from scalai.core.host.events import (
     NothingToCommit,
 )
 from scalai.core.host.rounds import ENDED
+from scalai.core.host.standby import Standby
 from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
@@ -135,6 +136,20 @@ def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
     host.obey(start(2, 0, 2, is_built=True))
     assert actions.BeginGroup(2) in host.done and set(calls) <= set(host.answers())
     assert len(host.all(actions.StartGroup)) == 2
+
+
+@pytest.mark.parametrize("brink", [(0, 1), (1,), (0,), ()])
+def test_next_workers_hear_how_far_they_go_beside_the_training(brink: tuple[int, ...]) -> None:
+    """All workers of the present round must know the brink, and the host have room up to it."""
+    host = LawHost()
+    host.begin()
+    host.publish(brink=brink)
+    host.build(level=Standby.BRINK)
+    assert host.all(actions.StartGroup)[-1].has_brink is (brink == (0, 1))
+    host.ask(Hello(0, 2))
+    assert host.all(actions.AnswerHello)[-1].is_at_brink
+    host.ask(Hello(0, 1))
+    assert not host.all(actions.AnswerHello)[-1].is_at_brink
 
 
 def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> None:

@@ -61,15 +61,17 @@ class Result:
         return max(abs(a - b) / abs(a) for a, b in pairs)
 
 
-def resize(pool: WorkerPool, before: AnyJob, after: AnyJob, directory: Path) -> Result:
-    """Run one case through a Tensor Store in ``directory``.
+def resize(
+    pool: WorkerPool, before: AnyJob, after: AnyJob, directory: Path, what: str = "wanted"
+) -> Result:
+    """Run one case through a Tensor Store in ``directory``; ``what``: as ``resize_worker.build``.
 
     Raises:
         ProofError: A tensor has another fingerprint after the restore than at the snapshot.
     """
     with HostStore("case", "here", directory) as store:
         uninterrupted = train_and_snapshot(pool, before, store)
-        return _restore_and_train(pool, after, store, uninterrupted)
+        return _restore_and_train(pool, after, store, uninterrupted, what)
 
 
 def train_and_snapshot(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
@@ -102,12 +104,12 @@ def check(result: Result, tolerance: float) -> None:
 
 
 def _restore_and_train(
-    pool: WorkerPool, job: AnyJob, store: HostStore, uninterrupted: Run
+    pool: WorkerPool, job: AnyJob, store: HostStore, uninterrupted: Run, what: str
 ) -> Result:
     manifest = store.manifest(1)
     check_coverage(manifest.collection)
     before = tensor_fingerprints(manifest.collection, manifest.fingerprint)
-    build = pool.trainer, job, OTHER_SEED, "wanted"
+    build = pool.trainer, job, OTHER_SEED, what
     wanted = pool.run("resize_worker:build", [build] * job.world)
     targets = [Holder("here", collection) for collection in wanted]
     moves = plan(holders_of([manifest]), targets)

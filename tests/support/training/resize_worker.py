@@ -13,6 +13,7 @@ from scalai.core.tensors.region import Piece
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.live_files import read_rows
 from scalai.runtime.live_fingerprints import live_fingerprints
+from scalai.runtime.unstored import UnstoredBuild
 from support.training.jobs import AFTER, BEFORE
 from support.wire import travelled
 from support.written_rows import write_rows
@@ -28,6 +29,7 @@ class _Live:
     training: Any
     state: LiveState
     slots: Sequence[Slot]
+    unstored: UnstoredBuild | None = None
 
 
 _live: list[_Live] = []
@@ -36,15 +38,27 @@ _live: list[_Live] = []
 def build(rank: int, store: dist.Store, trainer: str, job: Any, seed: int, what: str) -> Collection:
     """Build a job and leave it there; return what this rank holds or wants.
 
-    ``trainer``: the module of this package whose ``Training`` builds and trains it.
+    ``trainer``: the module of this package whose ``Training`` builds and trains it. ``what``:
+    ``held``, ``wanted``, or ``unstored``: what it wants, built without storage.
     """
     for forgotten in _live:
         forgotten.training.close()
     _live.clear()
-    training = importlib.import_module(f"{__package__}.{trainer}").Training(job, rank, store, seed)
-    state = training.state()
-    _live.append(_Live(training, state, state.slots()))
-    slots = _live[0].slots
+    unstored = UnstoredBuild(least_bytes=1) if what == "unstored" else None
+    kind = importlib.import_module(f"{__package__}.{trainer}").Training
+    if unstored is not None:
+        unstored.begin()
+    try:
+        training = kind(job, rank, store, seed)
+        state = training.state()
+        slots = state.slots()
+        if unstored is not None:
+            unstored.check([slot.buffer for slot, _ in wanted_rows(slots)])
+            assert unstored.size > 0
+    finally:
+        if unstored is not None:
+            unstored.end()
+    _live.append(_Live(training, state, slots, unstored))
     return collection_of(held_rows(slots) if what == "held" else wanted_rows(slots))
 
 
@@ -70,6 +84,8 @@ def restore(
 ) -> Any:
     """Fill a fresh job, prove it, train on."""
     live = _live[0]
+    if live.unstored is not None:
+        live.unstored.take_back([slot.buffer for slot, _ in wanted_rows(live.slots)])
     read_rows(wanted_rows(live.slots), order)
     live.state.load_scalars(scalars)
     randomness = live.state.load_rank_state(rank_states.get(live.state.coordinate), AFTER.start)

@@ -1,0 +1,104 @@
+"""How far workers of the next round go beside the training: the three levels of standby."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+MEMORY_RESERVE = 1.25
+"""Private memory of a new worker, relative to the largest present one."""
+HOST_BYTES, DEVICE_BYTES = 512 << 20, 2 << 30
+"""Most memory of a worker without a model: of a host, by what it has imported and does not share;
+of a device, by its context and communicators. Estimates: no device has measured the second one."""
+
+AUTO, ALWAYS, BRINK, NEVER = POLICIES = ("auto", "always", "brink", "never")
+"""``[resize] standby``: by the room; two models, whatever the room; the brink at most; nothing."""
+
+
+class Standby(Enum):
+    """A level of standby."""
+
+    MODELS = "models"
+    """They build their models beside the present ones."""
+    BRINK = "brink"
+    """They build them without storage, which they take once the present workers are gone."""
+    NOTHING = "nothing"
+    """They start once the present workers are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Measured room for ``workers`` more on a host, in bytes.
+
+    Attributes:
+        used: Private memory of the largest present worker; 0: none is there.
+        free: Free memory of the host.
+        on_devices: Whether the state is in device memory.
+        device_free: Free memory of the fullest device, per worker on it; None: unknown.
+        has_brink: Whether the present workers' script could have stopped at the brink.
+    """
+
+    workers: int
+    used: int
+    free: int
+    on_devices: bool = False
+    device_free: int | None = None
+    has_brink: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A level, and the reason against a higher one; empty: there is none."""
+
+    level: Standby
+    reason: str = ""
+
+
+def choose(policy: str, room: Room) -> Choice:
+    """Choose the level of standby for the next round's workers on a host.
+
+    Args:
+        policy: One of ``POLICIES``.
+    """
+    if policy == NEVER:
+        return Choice(Standby.NOTHING, "[resize] standby is never")
+    if policy == ALWAYS or not room.used:
+        return Choice(Standby.MODELS)
+    against = _against_models(policy, room)
+    if not against:
+        return Choice(Standby.MODELS)
+    without = _against_brink(room)
+    if not without:
+        return Choice(Standby.BRINK, against)
+    return Choice(Standby.NOTHING, f"{against}; {without}")
+
+
+def _against_models(policy: str, room: Room) -> str:
+    """Return the reason against two models; empty: there is none."""
+    if policy == BRINK:
+        return "[resize] standby is brink"
+    if room.on_devices:
+        return "device memory holds one model ([resize] standby = 'always' builds all the same)"
+    needed = int(room.workers * room.used * MEMORY_RESERVE)
+    if needed <= room.free:
+        return ""
+    return f"{room.workers} models may take {_gb(needed)}, {_gb(room.free)} are free"
+
+
+def _against_brink(room: Room) -> str:
+    """Return the reason against the brink; empty: there is none."""
+    if not room.has_brink:
+        return "the script cannot stop before its model has memory"
+    needed, free = room.workers * HOST_BYTES, _gb(room.free)
+    if needed > room.free:
+        return f"{room.workers} workers without models may take {_gb(needed)}, {free} are free"
+    if not room.on_devices:
+        return ""
+    if room.device_free is None:
+        return "the free memory of the devices is unknown"
+    if room.device_free >= DEVICE_BYTES:
+        return ""
+    free = _gb(room.device_free)
+    return f"a context may take {_gb(DEVICE_BYTES)} of a device, {free} are free"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
