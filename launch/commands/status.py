@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scalai.core.errors import PeerError
+from scalai.core.exit_codes import RESUMABLE
+from scalai.launch.config.endpoint import Ending
 
 TROUBLED = 3
 """Exit code of ``--check`` for a job that needs a person."""
@@ -16,6 +18,8 @@ STANDS_S = 600.0
 """A job that stands still for longer needs a person, in seconds."""
 EVERY_S = 2.0
 """Interval of ``--watch``, in seconds."""
+SILENT_S = 90.0
+"""Longest silence of a watched job, in seconds: another host takes over after 60 s."""
 WAIT_S = 600.0
 """Longest wait of ``scale --wait``, in seconds."""
 LOOK_S = 0.5
@@ -49,14 +53,22 @@ def seconds(text: str) -> float:
     return found
 
 
-def show(arguments: argparse.Namespace, ask: Callable[[], Status]) -> int:
+def show(
+    arguments: argparse.Namespace,
+    ask: Callable[[], Status],
+    ended: Callable[[], Ending | None],
+) -> int:
     """Print the status; returns the exit code.
 
     Args:
         ask: Asks the coordinator; raises ``PeerError`` without one.
+        ended: Reads the job's end; None: unknown.
     """
     if arguments.watch is not None:
-        return _watch(arguments.watch, ask)
+        try:
+            return _watch(arguments.watch, ask, ended)
+        except KeyboardInterrupt:
+            return 0
     status = ask()
     if arguments.json:
         print(json.dumps(status))
@@ -69,21 +81,41 @@ def show(arguments: argparse.Namespace, ask: Callable[[], Status]) -> int:
     return 0
 
 
-def _watch(every_s: float, ask: Callable[[], Status]) -> int:
-    """Show the status until nobody answers: the job has ended, or its coordinator is silent."""
+def _watch(every_s: float, ask: Callable[[], Status], ended: Callable[[], Ending | None]) -> int:
+    """Show the status until the job has ended, or nobody has answered for ``SILENT_S``. Returns
+    the job's exit code; 1 after a silence."""
     is_screen = sys.stdout.isatty()
+    text, heard_at = "", time.monotonic()
+
+    def show(more: str = "") -> None:
+        print(CLEAR + "\n".join((text, more)) if is_screen else (more or text) + "\n", flush=True)
+
     while True:
         try:
             status = ask()
+            text, heard_at = "\n".join(lines(status)), time.monotonic()
+            show()
+            if (end := status["end"]) is not None:
+                return _say_end(end["code"], end["reason"])
         except PeerError as error:
-            print(error, flush=True)
-            return 1
-        text = "\n".join(lines(status))
-        print(CLEAR + text if is_screen else text + "\n", flush=True)
-        try:
-            time.sleep(every_s)
-        except KeyboardInterrupt:
-            return 0
+            silent_s = time.monotonic() - heard_at
+            if not text:
+                raise
+            if (ending := ended()) is not None:
+                return _say_end(ending.code, ending.reason)
+            if silent_s > SILENT_S:
+                raise
+            show(
+                f"nobody has answered for {time_text(silent_s)}; waiting up to "
+                f"{time_text(SILENT_S)} for a coordinator: {error}"
+            )
+        time.sleep(every_s)
+
+
+def _say_end(code: int, reason: str) -> int:
+    kinds = {0: "finished", RESUMABLE: "stopped, and the same command goes on"}
+    print(f"the job has ended, exit code {code} ({kinds.get(code, 'failed')}): {reason}")
+    return code
 
 
 def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> int:
@@ -157,6 +189,9 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "not possible", failed
     if (failure := status["last_failure"]) is not None:
         yield "last failure", f"host {failure['host']}: {failure['reason'] or failure['kind']}"
+    if (refusal := status["last_refusal"]) is not None:
+        ago, asked = time_text(time.time() - refusal["at"]), refusal["asked"]
+        yield "last refusal", f"{ago} ago, {refusal['who']} asked {asked}: {refusal['why']}"
 
 
 def _trains(status: Status) -> str:

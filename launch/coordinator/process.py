@@ -215,7 +215,10 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
     )  # fmt: skip
     _say_lease(coordinator, spec)
     if spec.options.control_file is not None:
-        watch_orders(Path(spec.options.control_file), coordinator.obey)
+        watch_orders(
+            Path(spec.options.control_file), coordinator.obey,
+            lambda why: coordinator.note_refusal("the control file", "for an order", why),
+        )  # fmt: skip
     try:
         code = coordinator.run()
         if code != STOOD_DOWN:

@@ -520,7 +520,7 @@ def test_an_order_is_carried_out_once_and_none_at_the_start(tmp_path: Path) -> N
             file.look()
 
     path.write_text("drain of-the-run-before")
-    file = ControlFile(path, obey)
+    file = ControlFile(path, obey, pytest.fail)
     look()
     assert not given
     path.write_text("drain a")
@@ -537,8 +537,8 @@ def test_an_order_is_carried_out_once_and_none_at_the_start(tmp_path: Path) -> N
 def test_what_is_no_file_of_orders_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "orders"
-    file = ControlFile(path, lambda order: pytest.fail("it is carried out"))
+    path, told = tmp_path / "orders", list[str]()
+    file = ControlFile(path, lambda order: pytest.fail("it is carried out"), told.append)
     for make in (
         lambda: os.mkfifo(path),
         lambda: path.symlink_to("/etc/passwd"),
@@ -547,10 +547,12 @@ def test_what_is_no_file_of_orders_is_said_once(
         lambda: [path.touch(), path.chmod(0o666)],  # type: ignore[func-returns-value]
     ):
         caplog.clear()
+        told.clear()
         make()
         for _ in range(4):
             file.look()
         assert caplog.text.count("event=control_refused") == 1, caplog.text
+        assert len(told) == 1 and told[0] in caplog.text
         path.unlink()
         file.look()
 
