@@ -89,6 +89,8 @@ USES = (
     (f"{JOB} --replicas -1 ok.py", 2, "[store] replicas = -1; expected 0 or more"),
     (f"{JOB} --silent-s 1 ok.py", 2, "expected 3 or more seconds"),
     (f"{JOB} --health-check \"a 'b\" ok.py", 2, "expected a command, such as"),
+    (f"{JOB} --health-check 'nosuch --quick' ok.py", 2, "there is no executable 'nosuch' (in"),
+    (f"{JOB} --health-check {{0}}/ok.py ok.py", 2, "there is no executable '{0}/ok.py'"),
     # ---------------------------------------------------------------- addresses
     (f"{RUN} --coordinator head ok.py", 2, "head is not HOST:PORT"),
     (f"{RUN} --coordinator fe80::1:1 ok.py", 2, "[ADDRESS]:PORT with an IPv6 address"),
