@@ -277,14 +277,15 @@ def test_a_lock_that_a_killed_build_left_is_named(
 
 @pytest.mark.fault
 def test_a_store_that_cannot_be_written_or_is_not_there_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, report = doctor(capsys, "--store-dir", str(tmp_path / "store"))
     assert f"free in {tmp_path} ({tmp_path}/store is not there yet, and will be made)" in report
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    code, report = doctor(capsys, "--store-dir", str(tmp_path / "store"))
-    assert code == 3
-    assert f"no  shared memory  {tmp_path} may not be written by this user" in report
+    assert not list(tmp_path.iterdir()), "it only looks"
+    (file := tmp_path / "file").touch()
+    for above in (Path("/proc"), file):
+        code, report = doctor(capsys, "--store-dir", str(above / "nosuch"))
+        assert code == 3 and f"no  shared memory  no folder can be made in {above} (" in report
 
 
 @pytest.mark.fault

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -358,6 +359,35 @@ def test_a_port_in_use_costs_a_line_and_is_tried_again(caplog: pytest.LogCapture
     wait_until(lambda: server.address == address, "it listens")
     assert get(server)[0] == 200 and caplog.text.count("event=metrics_failed") == 1
     server.close()
+
+
+@pytest.mark.fault
+def test_without_file_descriptors_it_pauses_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits, pauses = resource.getrlimit(resource.RLIMIT_NOFILE), list[float]()
+
+    def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return False
+
+    server = MetricsServer(("127.0.0.1", 0), lambda: b"x 1\n", CONTENT_TYPE)
+    scraper = socket.socket()
+    with scraper:
+        try:
+            wait_until(lambda: server.address, "it listens")
+            assert server._listener is not None and server.address is not None
+            server._listener._pause = pause
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            scraper.connect(server.address)
+            wait_until(lambda: len(pauses) >= 3, "it has paused")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caplog.text.count("event=metrics_failed") == 1
+        wait_until(lambda: get(server)[0] == 200, "a scraper is served")
+    server.close(DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- files

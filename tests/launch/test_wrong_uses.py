@@ -132,7 +132,7 @@ USES = (
     ("scalai plan --gpus x", 2, "--gpus: 'x' is no whole number of 1 or more"),
     ("scalai plan --gpus 8 --gpu rtx9999 --model e.toml", 3, "not in the table of devices"),
     ("scalai plan --gpus 8 -- nosuch.py --num-layers 2", 3, "state the model by --model"),
-    ("scalai clean --job nosuch --store-dir {0}/store", 2, "holds no job 'nosuch'"),
+    ("scalai clean --job nosuch --store-dir {0}/empty", 2, "no job 'nosuch', nor another one."),
 )  # fmt: skip
 """A command line ({0}: its folder, {1}: a port in use), its exit code, a part of its sentence."""
 
