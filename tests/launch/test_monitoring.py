@@ -44,7 +44,7 @@ from support.waiting import wait_until
 
 need("prometheus_client", "pip install 'scalai[metrics]'")
 
-from scalai.launch.coordinator.meters import CONTENT_TYPE, Meters  # noqa: E402
+from scalai.launch.coordinator.meters import CONTENT_TYPE, METERS, Meters  # noqa: E402
 
 MONITORING = Path(__file__).parents[2] / "configs" / "monitoring"
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
@@ -273,15 +273,24 @@ def test_every_metric_of_dashboard_and_rules_exists() -> None:
     assert len(names) > 20 and not names - known_names()
 
 
-def test_every_metric_is_on_the_page() -> None:
-    page = PAGE.read_text()
-    listed = named_in(page)
-    meters = Meters("j")
-    families = {
-        family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-        for family in meters.registry.collect()
+ROWS = re.compile(r"^\| (`scalai_[^|]*) \| (\w+) \|", re.MULTILINE)
+ENDINGS = {"counter": "_total", "info": "_info"}
+
+
+def test_the_page_has_every_metric_with_its_kind_and_labels() -> None:
+    listed = {
+        (name, kind, tuple(filter(None, labels.replace(" ", "").split(","))))
+        for names, kind in ROWS.findall(PAGE.read_text())
+        for name, _, labels in re.findall(r"`(\w+)({([^}]*)})?`", names)
     }
-    assert families <= listed and not listed - known_names() - families - {"scalai_"}
+    known = set()
+    for name, meter in METERS.items():
+        kind = meter.kind.__name__.lower()
+        labels = tuple(meter.labels)
+        if kind == "info":
+            labels = "version", "framework", "framework_version"
+        known.add((f"scalai_{name}{ENDINGS.get(kind, '')}", kind, labels))
+    assert listed == known
 
 
 def test_every_event_of_the_command_is_on_the_page() -> None:
