@@ -21,7 +21,7 @@ from scalai.launch.commands.status import WAIT_S, add_flags, await_change, secon
 from scalai.launch.config import slurm
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
-    Ending,
+    JobEnding,
     read_card,
     read_ending,
     split_endpoint,
@@ -163,7 +163,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
     return folder / check_job(arguments.job)
 
 
-def _ending(arguments: argparse.Namespace) -> Ending | None:
+def _ending(arguments: argparse.Namespace) -> JobEnding | None:
     """The end of a job that had a coordinator on this machine; None: unknown."""
     if arguments.coordinator is not None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from scalai.core.errors import PeerError
 from scalai.core.exit_codes import RESUMABLE
-from scalai.launch.config.endpoint import Ending
+from scalai.launch.config.endpoint import JobEnding
 
 TROUBLED = 3
 """Exit code of ``--check`` for a job that needs a person."""
@@ -25,7 +25,7 @@ WAIT_S = 600.0
 LOOK_S = 0.5
 CLEAR = "\033[H\033[J"
 
-Status = Mapping[str, Any]
+StatusFacts = Mapping[str, Any]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +55,8 @@ def seconds(text: str) -> float:
 
 def show(
     arguments: argparse.Namespace,
-    ask: Callable[[], Status],
-    ended: Callable[[], Ending | None],
+    ask: Callable[[], StatusFacts],
+    ended: Callable[[], JobEnding | None],
 ) -> int:
     """Print the status; returns the exit code.
 
@@ -81,7 +81,9 @@ def show(
     return 0
 
 
-def _watch(every_s: float, ask: Callable[[], Status], ended: Callable[[], Ending | None]) -> int:
+def _watch(
+    every_s: float, ask: Callable[[], StatusFacts], ended: Callable[[], JobEnding | None]
+) -> int:
     """Show the status until the job has ended, or nobody has answered for ``SILENT_S``. Returns
     the job's exit code; 1 after a silence."""
     is_screen = sys.stdout.isatty()
@@ -118,7 +120,7 @@ def _say_end(code: int, reason: str) -> int:
     return code
 
 
-def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> int:
+def await_change(ask: Callable[[], StatusFacts], target: StatusFacts, within_s: float) -> int:
     """Wait until the job trains with these degrees and workers, and print the change. Returns 1 if
     it fails, or takes longer."""
     wanted = target["degrees"], _working(target)
@@ -140,11 +142,11 @@ def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> 
         time.sleep(LOOK_S)
 
 
-def _working(status: Status) -> dict[str, int]:
+def _working(status: StatusFacts) -> dict[str, int]:
     return {host: count for host, count in status["workers"].items() if count}
 
 
-def troubles(status: Status) -> list[str]:
+def troubles(status: StatusFacts) -> list[str]:
     """Reasons to wake a person; none: the job trains."""
     found = [_stall(*stall) for stall in status["no_progress"].items()]
     if status["missing"]:
@@ -156,13 +158,13 @@ def troubles(status: Status) -> list[str]:
     return found
 
 
-def lines(status: Status) -> Iterator[str]:
+def lines(status: StatusFacts) -> Iterator[str]:
     """The status for a person, a line each."""
     for name, text in _rows(status):
         yield f"{name:14} {text}"
 
 
-def _rows(status: Status) -> Iterator[tuple[str, str]]:
+def _rows(status: StatusFacts) -> Iterator[tuple[str, str]]:
     yield "job", f"{status['job']}: {_trains(status)}"
     if status["degrees"] is not None:
         passes = [
@@ -194,19 +196,19 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "last refusal", f"{ago} ago, {refusal['who']} asked {asked}: {refusal['why']}"
 
 
-def _trains(status: Status) -> str:
+def _trains(status: StatusFacts) -> str:
     step = f"at step {status['step']}" if status["round"] else "it has not begun"
     which = f"round {status['round']}, coordinator {status['term']}"
     return f"{status['phase']} for {time_text(status['phase_s'])}, {step} ({which})"
 
 
-def _hosts(status: Status) -> Iterator[str]:
+def _hosts(status: StatusFacts) -> Iterator[str]:
     for host, about in status["hosts"].items():
         workers = status["workers"].get(host, 0)
         yield f"{host} ({workers} of {about['slots']} slots)"
 
 
-def _state(status: Status) -> str:
+def _state(status: StatusFacts) -> str:
     if status["generation"] is None:
         return "none is kept yet"
     age = status["generation_age_s"]

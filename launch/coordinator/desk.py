@@ -43,7 +43,7 @@ from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
 from scalai.launch.coordinator.calls import (
     AgentCall,
     Bye,
-    Commanded,
+    CommandsDue,
     CoordinatorRequest,
     Farewell,
     Join,
@@ -54,8 +54,8 @@ from scalai.launch.coordinator.calls import (
     shared,
 )
 from scalai.launch.coordinator.joins import Admission
-from scalai.launch.coordinator.live_job import LiveJob, Say
-from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
+from scalai.launch.coordinator.live_job import LiveJob, SayLine
+from scalai.launch.coordinator.losses import AgentLosses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadReports, ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
@@ -101,7 +101,7 @@ class Desk:
         spec: JobSpec,
         interface: str,
         stores: RendezvousStores,
-        say: Say,
+        say: SayLine,
         patience: Patience,
         term: int = 1,
         *,
@@ -129,7 +129,7 @@ class Desk:
         self._admission = Admission(spec, self.live)
         self._agent_events = AgentEvents(self.live)
         self._probe = probe
-        self._losses = Losses(self.live, patience, probe)
+        self._losses = AgentLosses(self.live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the round in progress is known."""
         self._refusal: Refusal | None = None
@@ -321,7 +321,7 @@ class Desk:
         self._hear_kept()
         return answer
 
-    def _poll(self, peer: Peer, poll: Poll) -> Commanded:
+    def _poll(self, peer: Peer, poll: Poll) -> CommandsDue:
         """New commands for the agent, once there are any."""
         members = self.live.members
         agent = members.find(poll.host, poll.incarnation)

@@ -50,7 +50,7 @@ log = logging.getLogger("scalai.coordinator")
 Item = TypeVar("Item")
 
 
-class Feed(Generic[Item]):
+class ReaderQueue(Generic[Item]):
     """Takes items in a thread of its own; what does not fit in the queue is left out.
 
     Args:
@@ -119,7 +119,7 @@ class EventsFile:
         self._path = folder / EVENTS
         self._descriptor: int | None = None
         self._has_failed, self._left_out = False, 0
-        self._feed = Feed[LogEvent]("events", self._write, MOST_LINES)
+        self._feed = ReaderQueue[LogEvent]("events", self._write, MOST_LINES)
 
     def hear(self, event: LogEvent) -> None:
         self._feed.put(event)
@@ -171,7 +171,7 @@ class OnEvent:
         self._words, self._variables = shlex.split(command), {"SCALAI_JOB": job}
         self._commands = CommandRunner(timeout_s)
         self._has_failed = self._is_behind = False
-        self._feed = Feed[LogEvent]("on-event", self._run, MOST_WAITING)
+        self._feed = ReaderQueue[LogEvent]("on-event", self._run, MOST_WAITING)
 
     def hear(self, event: LogEvent) -> None:
         if not event.is_milestone or event.name.startswith("on_event"):

@@ -39,7 +39,7 @@ _COMMITTED = ("start", "snapshot", "rescued", "recovered")
 
 
 @dataclass(frozen=True, slots=True)
-class Meter:
+class Metric:
     """A metric of the table.
 
     Attributes:
@@ -65,50 +65,50 @@ def _degrees(now: Sight) -> dict[str, float]:
     return {axis: now.degrees.get(axis, 1 if now.degrees else 0) for axis in _AXES}
 
 
-METERS: Mapping[str, Meter] = {
-    "build": Meter(Info, "Releases of the job."),
-    "workers": Meter(Gauge, "Workers in the present round.", lambda now: now.workers),
-    "workers_idle": Meter(
+METERS: Mapping[str, Metric] = {
+    "build": Metric(Info, "Releases of the job."),
+    "workers": Metric(Gauge, "Workers in the present round.", lambda now: now.workers),
+    "workers_idle": Metric(
         Gauge, "Devices of staying hosts without a worker.", lambda now: now.idle),
-    "hosts": Meter(Gauge, "Hosts by state.", lambda now: now.hosts, {"state": ()}),
-    "hosts_min": Meter(Gauge, "Least number of hosts (--nnodes).", lambda now: now.hosts_min),
-    "hosts_max": Meter(
+    "hosts": Metric(Gauge, "Hosts by state.", lambda now: now.hosts, {"state": ()}),
+    "hosts_min": Metric(Gauge, "Least number of hosts (--nnodes).", lambda now: now.hosts_min),
+    "hosts_max": Metric(
         Gauge, "Largest number of hosts (--nnodes, scalai scale).", lambda now: now.hosts_max),
-    "degree": Meter(Gauge, "Degrees of the present round.", _degrees, {"kind": ()}),
-    "step": Meter(Gauge, "Furthest optimizer step of the present round.", lambda now: now.step),
-    "last_step_timestamp_seconds": Meter(
+    "degree": Metric(Gauge, "Degrees of the present round.", _degrees, {"kind": ()}),
+    "step": Metric(Gauge, "Furthest optimizer step of the present round.", lambda now: now.step),
+    "last_step_timestamp_seconds": Metric(
         Gauge, "Time of the newest step, in seconds since 1970."),
-    "steps": Meter(Counter, "Optimizer steps made, repeated ones included."),
-    "samples": Meter(Counter, "Samples of these steps, where the batch is known."),
-    "steps_lost": Meter(Counter, "Steps dropped by a return to an older state.", None,
+    "steps": Metric(Counter, "Optimizer steps made, repeated ones included."),
+    "samples": Metric(Counter, "Samples of these steps, where the batch is known."),
+    "steps_lost": Metric(Counter, "Steps dropped by a return to an older state.", None,
         {"cause": ("lost", "failed", "function", "other")}),
-    "step_seconds": Meter(
+    "step_seconds": Metric(
         Histogram, "Seconds of a step, means between two looks.", buckets=STEP_SECONDS),
-    "changes": Meter(Counter, "Changes of the job.", None,
+    "changes": Metric(Counter, "Changes of the job.", None,
         {"kind": _KINDS, "outcome": ("done", "failed", "withdrawn")}),
-    "change_seconds": Meter(Histogram, "Seconds of a change by phase.", None, {"phase": PHASES}),
-    "pause_seconds": Meter(
+    "change_seconds": Metric(Histogram, "Seconds of a change by phase.", None, {"phase": PHASES}),
+    "pause_seconds": Metric(
         Histogram, "Seconds without a step at a change.", None, {"kind": _KINDS}),
-    "training_seconds": Meter(Counter, "Seconds in which workers could step."),
-    "stopped_seconds": Meter(Counter, "Seconds without training.", None, {"reason": REASONS}),
-    "wasted_seconds": Meter(
+    "training_seconds": Metric(Counter, "Seconds in which workers could step."),
+    "stopped_seconds": Metric(Counter, "Seconds without training.", None, {"reason": REASONS}),
+    "wasted_seconds": Metric(
         Counter, "Training seconds of lost steps (wasted progress from disruption)."),
-    "generation_age_seconds": Meter(
+    "generation_age_seconds": Metric(
         Gauge, "Age of the newest generation.", lambda now: now.generation_age_s),
-    "generation_bytes": Meter(
+    "generation_bytes": Metric(
         Gauge, "Bytes of the newest generation on all hosts.", lambda now: now.generation_bytes),
-    "replicas_behind": Meter(
+    "replicas_behind": Metric(
         Gauge, "Generations newer than the newest with replicas.", lambda now: now.replicas_behind),
-    "snapshots": Meter(Counter, "Snapshots by outcome.", None,
+    "snapshots": Metric(Counter, "Snapshots by outcome.", None,
         {"outcome": ("committed", "refused", "incomplete")}),
-    "durable_age_seconds": Meter(Gauge, "Since the newest archive to --durable-dir."),
-    "failures": Meter(Counter, "Failures by kind.", None, {"kind": _FAILURES.values()}),
-    "restarts_remaining": Meter(
+    "durable_age_seconds": Metric(Gauge, "Since the newest archive to --durable-dir."),
+    "failures": Metric(Counter, "Failures by kind.", None, {"kind": _FAILURES.values()}),
+    "restarts_remaining": Metric(
         Gauge, "Failures that the job still survives.", lambda now: now.restarts_left),
-    "notice_remaining_seconds": Meter(
+    "notice_remaining_seconds": Metric(
         Gauge, "Time left of leaving hosts with notice.", None, {"host": (), "source": ()}),
-    "coordinator_term": Meter(Gauge, "Coordinators of the job so far.", lambda now: now.term),
-    "log_events": Meter(
+    "coordinator_term": Metric(Gauge, "Coordinators of the job so far.", lambda now: now.term),
+    "log_events": Metric(
         Counter, "Warnings and errors of the job.", None, {"level": ("WARNING", "ERROR")}),
 }  # fmt: skip
 """All metrics of docs/monitoring.md, without prefix and the ending by kind."""

@@ -12,11 +12,11 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-Numbers = Mapping[str, float]
-Write = Callable[[Numbers, int], object]
+Row = Mapping[str, float]
+Write = Callable[[Row, int], object]
 
 
-def note_round(numbers: Numbers, step: int) -> None:
+def note_round(numbers: Row, step: int) -> None:
     """Write numbers, as ``scalai/NAME``, in the runs that this rank's script has open now. Returns
     at once.
 
@@ -35,7 +35,7 @@ def note_round(numbers: Numbers, step: int) -> None:
             log.debug("event=no_tracker_note name=%s %r", name, error)
 
 
-def _write(name: str, write: Write, numbers: Numbers, step: int) -> None:
+def _write(name: str, write: Write, numbers: Row, step: int) -> None:
     try:
         write(numbers, step)
     except Exception as error:

@@ -23,7 +23,7 @@ from scalai.launch import cli
 from scalai.launch.commands import job_commands
 from scalai.launch.commands import status as status_command
 from scalai.launch.commands.status import STANDS_S, await_change, lines, troubles
-from scalai.launch.config.endpoint import Ending
+from scalai.launch.config.endpoint import JobEnding
 from scalai.launch.coordinator import held_states
 from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.store.manifest import HostManifest, manifest_bytes
@@ -844,15 +844,30 @@ ABSENT, CUT = PeerError("nobody listens there"), PeerError("it went away")
 @pytest.mark.parametrize(
     ("answers", "ending", "code", "said"),
     [
-        (["", ABSENT, CUT, ""], Ending(0, "finished", 0.0), 0, "exit code 0 (finished): finished"),
-        ([""], Ending(75, "saved at step 9", 0.0), 75, "the same command goes on): saved at step"),
-        ([""], Ending(1, "no restart is left", 0.0), 1, "exit code 1 (failed): no restart is left"),
+        (
+            ["", ABSENT, CUT, ""],
+            JobEnding(0, "finished", 0.0),
+            0,
+            "exit code 0 (finished): finished",
+        ),
+        (
+            [""],
+            JobEnding(75, "saved at step 9", 0.0),
+            75,
+            "the same command goes on): saved at step",
+        ),
+        (
+            [""],
+            JobEnding(1, "no restart is left", 0.0),
+            1,
+            "exit code 1 (failed): no restart is left",
+        ),
         (["", ""], None, None, "nobody has answered for"),
-        ([ABSENT], Ending(0, "finished", 0.0), None, ""),
+        ([ABSENT], JobEnding(0, "finished", 0.0), None, ""),
     ],
 )
 def test_a_watch_outlives_a_silence_and_ends_with_the_job(
-    answers: list[str | PeerError], ending: Ending | None, code: int | None, said: str,
+    answers: list[str | PeerError], ending: JobEnding | None, code: int | None, said: str,
     line: Line, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Without an answer or an end, it stops after a while; at once where there was no job."""
@@ -869,7 +884,7 @@ def test_a_watch_outlives_a_silence_and_ends_with_the_job(
             raise answer
         return {**status, "job": f"j{answer}"}
 
-    def ended() -> Ending | None:
+    def ended() -> JobEnding | None:
         return ending if silences > 2 else None
 
     arguments = argparse.Namespace(watch=0.001)
