@@ -71,7 +71,7 @@ class Coordinator(Desk):
             spec, address[0], stores, say, patience, term,
             is_successor=is_successor, probe=probe, clock=clock,
         )  # fmt: skip
-        self._alone_s, self._alone_since, self._interface = alone_s, clock(), address[0]
+        self._alone_s, self._alone_since = alone_s, clock()
         self._ended_at: float | None = None
         """Time of the job's end."""
         self.lease: Lease | None = None
@@ -100,6 +100,8 @@ class Coordinator(Desk):
         except PeerError:
             self._stores.end()
             raise
+        self._machine = str(self._server.address[0])
+        """Address of this machine, as of its agents: a name may stand in the command line."""
 
     def may_retire(self) -> bool:
         return self.owns is None or self.owns.is_fresh()
@@ -252,7 +254,7 @@ class Coordinator(Desk):
             return False
         if live.state.phase is not Phase.RUNNING or live.state.takeover.pending is not None:
             return False
-        if self._alone_s == math.inf or not live.members.has_left(self._interface):
+        if self._alone_s == math.inf or not live.members.has_left(self._machine):
             return False
         live.log(
             "event=handed_over This machine's hosts are drained: another host takes this "

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,20 +134,6 @@ def test_an_evaluation_without_a_stated_batch_is_named() -> None:
     schedule = GPT.replace("--global-batch-size 12", "--step-batch-size-schedule 0:12")
     assert "--eval-global-batch-size states them" in check(schedule)
     assert "--eval-global-batch-size" not in check(GPT)
-
-
-def test_the_version_is_looked_at_without_a_configuration_too(tmp_path: Path) -> None:
-    stated = tmp_path / "megatron" / "core" / "package_info.py"
-    stated.parent.mkdir(parents=True)
-    stated.write_text("MAJOR = 0\nMINOR = 99\nPATCH = 0\n")
-    for folder in (stated.parent, stated.parent.parent):
-        (folder / "__init__.py").touch()
-    script = GPT.replace("pretrain_gpt.py", str(tmp_path / "pretrain_gpt.py"))
-    command = [sys.executable, "-m", "scalai.launch.run", "--check-elastic", *script.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 3
-    assert "megatron-core 0.99.0 was never tried" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 def test_it_is_said_what_of_the_passes_may_change_and_when(tmp_path: Path) -> None:

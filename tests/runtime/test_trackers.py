@@ -31,7 +31,7 @@ def test_a_tracker_that_hangs_or_fails_holds_up_nothing(
     is_over, written = threading.Event(), list[dict[str, float]]()
 
     def hang(numbers: dict[str, float], **more: Any) -> None:
-        is_over.wait()
+        is_over.wait(60.0)
         written.append(numbers)
 
     def fail(*_: Any, **more: Any) -> None:
