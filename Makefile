@@ -88,5 +88,5 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --upgrade pip
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,deepspeed,trainers,slabs,vfs,metrics,plot,dev]'
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,deepspeed,trainers,slabs,vfs,metrics,plot,trackers,dev]'
 	touch $@

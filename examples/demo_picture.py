@@ -4,7 +4,7 @@ from pathlib import Path
 
 from demo_story import LOSS_LIMIT, Run
 
-from scalai.launch.commands.history_picture import Reference, picture
+from scalai.launch.commands.history_picture import ReferenceLosses, picture
 from scalai.launch.commands.job_history import History, Losses, Point
 
 
@@ -16,7 +16,7 @@ def draw(history: History, elastic: Run, reference: Run, path: Path) -> Path:
         Losses("its resources change", tuple(points)),
         "png",
         title=f"One training, {_layouts(history)} layouts",
-        reference=Reference({line.step: line.loss for line in reference.steps}, LOSS_LIMIT),
+        reference=ReferenceLosses({line.step: line.loss for line in reference.steps}, LOSS_LIMIT),
     )
     path.write_bytes(drawing)
     return path

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import shlex
+import shutil
 import socket
 import sys
 
@@ -37,7 +39,17 @@ def check_words(spec: JobSpec) -> None:
         split_endpoint(options.coordinator)
     if options.local_addr is not None:
         _check_own(options.local_addr)
+    _check_health_check(spec.config.probe.health_check)
     registers_of(spec)
+
+
+def _check_health_check(command: str | None) -> None:
+    """A host whose check cannot run would wait for ever."""
+    if command is not None and shutil.which(program := shlex.split(command)[0]) is None:
+        raise UsageError(
+            f"--health-check {command}: there is no executable {program!r} (in {os.getcwd()} or "
+            "PATH)."
+        )
 
 
 def _check_script(script: str) -> None:

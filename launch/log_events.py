@@ -25,9 +25,10 @@ WARNINGS = frozenset(
     {
         "archive_given_up", "change_failed", "control_refused", "damage", "damaged",
         "function_differs", "given_up", "health_failed", "host_silent", "hung", "lost", "no_answer",
-        "no_replica", "no_replica_room", "not_archived", "not_rescued", "replicas_differ",
-        "report_failed", "restart", "snapshot_incomplete", "snapshot_refused", "stood_down",
-        "suspected", "unhooked", "went_back", "withdrawn", "workers_failed", "wrong_result",
+        "no_replica", "no_replica_room", "not_archived", "not_rescued", "refused",
+        "replicas_differ", "report_failed", "restart", "snapshot_incomplete", "snapshot_refused",
+        "stood_down", "suspected", "unhooked", "went_back", "withdrawn", "workers_failed",
+        "wrong_result",
     }
 )  # fmt: skip
 """Coordinator's events of a loss, or a danger of one."""

@@ -34,7 +34,6 @@ STARTS = 4
 """Most starts of a failing agent."""
 LED = 4
 """Most times that the job is led to a station that its recoveries pass by."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class Chaos:
         say: Callback for a line of progress.
     """
 
-    def __init__(self, folder: Path, plan: FaultPlan, say: Say) -> None:
+    def __init__(self, folder: Path, plan: FaultPlan, say: Callable[[str], None]) -> None:
         self._folder, self._plan, self._say = folder, plan, say
         self._watch = Watch(folder, plan.logs)
         self._settings = StartSettings(None, 1, None)

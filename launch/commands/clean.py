@@ -117,7 +117,8 @@ def _clean_named(job: Path, args: argparse.Namespace) -> list[_Cleaned]:
     if not job.is_dir() and not has_saved:
         names = [other.name for other in _jobs(job.parent)]
         where = job.parent if saved is None else f"{job.parent} and {saved.parent}"
-        raise UsageError(f"{where} holds no job {job.name!r}, but {names}. Name one of them.")
+        there = f"but {', '.join(names)}. Name one of them" if names else "nor another one"
+        raise UsageError(f"{where} holds no job {job.name!r}, {there}.")
     found: list[Leftover] = []
     if job.is_dir():
         alive = _alive(_checked(job))

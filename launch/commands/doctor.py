@@ -6,6 +6,7 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,10 @@ def _versions() -> Iterator[Finding]:
 def _memory(store_dir: Path | None) -> Iterator[Finding]:
     folder = store_dir or default_store_dir()
     there = next(part for part in (folder, *folder.parents) if part.exists())
-    if not os.access(there, os.W_OK):
-        text = f"{there} may not be written by this user; name another folder by --store-dir"
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".scalai-doctor-", dir=there))
+    except OSError as error:
+        text = f"no folder can be made in {there} ({error.strerror}); name another by --store-dir"
         yield Finding("shared memory", text, is_fatal=True)
         return
     try:

@@ -79,7 +79,7 @@ _WIDTH, _LEFT, _RIGHT = 13.5, 2.75, 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceLosses:
     """Losses of an uninterrupted run by step; ``limit``: largest relative difference."""
 
     losses: Mapping[int, float]
@@ -88,7 +88,7 @@ class Reference:
 
 def picture(
     history: History, losses: Losses | None, form: Literal["png", "svg"],
-    *, title: str | None = None, reference: Reference | None = None,
+    *, title: str | None = None, reference: ReferenceLosses | None = None,
 ) -> bytes:  # fmt: skip
     """Draw a history with at least one change or start, as a file of this form."""
     page = _Page(history, losses, reference)
@@ -180,7 +180,7 @@ def _unit(span_s: float) -> tuple[str, float]:
 
 class _Page:
     def __init__(
-        self, history: History, losses: Losses | None, reference: Reference | None
+        self, history: History, losses: Losses | None, reference: ReferenceLosses | None
     ) -> None:
         self._history, self._reference = history, reference
         self._losses = losses if losses is not None and losses.points else None
@@ -342,7 +342,7 @@ class _Page:
         for (is_lost, _), run in runs:
             yield is_lost, [point for _, point in run if math.isfinite(point.loss)]
 
-    def _draw_differences(self, axes: Axes, losses: Losses, reference: Reference) -> None:
+    def _draw_differences(self, axes: Axes, losses: Losses, reference: ReferenceLosses) -> None:
         points = [
             (self._clock.of(each.at), difference(each.loss, reference.losses[each.step]))
             for each, is_lost in zip(losses.points, losses.lost, strict=True)

@@ -21,6 +21,7 @@ from scalai.launch.commands.status import WAIT_S, add_flags, await_change, secon
 from scalai.launch.config import slurm
 from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
+    JobEnding,
     read_card,
     read_ending,
     split_endpoint,
@@ -147,7 +148,7 @@ def ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
         return _answer(
             split_endpoint(slurm.endpoint(arguments.coordinator)), token.encode(), request
         )
-    folder = (arguments.store_dir or default_store_dir()) / check_job(arguments.job)
+    folder = _folder(arguments)
     card = read_card(folder)
     if card is None:
         raise PeerError(
@@ -157,13 +158,28 @@ def ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     return _answer(*card, request)
 
 
+def _folder(arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.store_dir or default_store_dir()
+    return folder / check_job(arguments.job)
+
+
+def _ending(arguments: argparse.Namespace) -> JobEnding | None:
+    """The end of a job that had a coordinator on this machine; None: unknown."""
+    if arguments.coordinator is not None:
+        return None
+    folder = _folder(arguments)
+    if not folder.exists():
+        raise PeerError(f"the job has ended: {folder} is gone, as after a job with --standalone.")
+    return read_ending(folder)
+
+
 def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) -> Any:
     with contextlib.closing(Channel(address, token)) as channel:
         return channel.call(request).value()
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    return show(arguments, lambda: ask(arguments, calls.Status()))
+    return show(arguments, lambda: ask(arguments, calls.Status()), lambda: _ending(arguments))
 
 
 def _scale(arguments: argparse.Namespace) -> int:

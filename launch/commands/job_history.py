@@ -178,7 +178,7 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LayoutStretch:
     """Training in one layout, from its first step to its stop.
 
     Attributes:
@@ -234,12 +234,14 @@ class History:
         return tuple(resize for resize in self.resizes if not resize.is_start)
 
     @property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[LayoutStretch, ...]:
         ends = [self._end(resize, after) for resize, after in pairwise(self.resizes)]
         if self.resizes:
             ends.append(self._newest())
         return tuple(
-            Stretch(resize, resize.at, end and max(end, resize.at), resize.step + 1, made, kept)
+            LayoutStretch(
+                resize, resize.at, end and max(end, resize.at), resize.step + 1, made, kept
+            )
             for resize, (end, made, kept) in zip(self.resizes, ends, strict=True)
         )
 
@@ -439,7 +441,7 @@ def timed(
     return Losses(name, tuple(points), is_timed=False)
 
 
-def _stretch_of(stretches: Sequence[Stretch], place: int, step: int, before: float) -> int:
+def _stretch_of(stretches: Sequence[LayoutStretch], place: int, step: int, before: float) -> int:
     """Place of the stretch that made a step, from that of the step before on."""
     is_again = step <= before
     for other in range(place + is_again, len(stretches)):
@@ -449,7 +451,7 @@ def _stretch_of(stretches: Sequence[Stretch], place: int, step: int, before: flo
     return place
 
 
-def pace_of(stretches: Iterable[Stretch]) -> float:
+def pace_of(stretches: Iterable[LayoutStretch]) -> float:
     """Usual seconds of a step; 1 where nothing tells."""
     paces = [
         (each.end - each.begin) / (each.last - each.first)

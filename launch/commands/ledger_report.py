@@ -225,8 +225,8 @@ def _find(path: Path, number: int | None) -> FoundLedger:
         if not found or number not in (None, *found):
             wanted = "no generation" if number is None else f"no generation {number}"
             raise UsageError(
-                f"{path} holds {wanted}, but {sorted(found)}. Name a generation's directory, a "
-                "host's, a job's or a durable one."
+                f"{path} holds {wanted}{f', but {sorted(found)}' if found else ''}. Name a "
+                "generation's directory, a host's, a job's or a durable one."
             )
         wanted_one = max(found) if number is None else number
         try:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scalai.core.errors import PeerError
+from scalai.core.exit_codes import RESUMABLE
+from scalai.launch.config.endpoint import JobEnding
 
 TROUBLED = 3
 """Exit code of ``--check`` for a job that needs a person."""
@@ -16,12 +18,14 @@ STANDS_S = 600.0
 """A job that stands still for longer needs a person, in seconds."""
 EVERY_S = 2.0
 """Interval of ``--watch``, in seconds."""
+SILENT_S = 90.0
+"""Longest silence of a watched job, in seconds: another host takes over after 60 s."""
 WAIT_S = 600.0
 """Longest wait of ``scale --wait``, in seconds."""
 LOOK_S = 0.5
 CLEAR = "\033[H\033[J"
 
-Status = Mapping[str, Any]
+StatusFacts = Mapping[str, Any]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +53,22 @@ def seconds(text: str) -> float:
     return found
 
 
-def show(arguments: argparse.Namespace, ask: Callable[[], Status]) -> int:
+def show(
+    arguments: argparse.Namespace,
+    ask: Callable[[], StatusFacts],
+    ended: Callable[[], JobEnding | None],
+) -> int:
     """Print the status; returns the exit code.
 
     Args:
         ask: Asks the coordinator; raises ``PeerError`` without one.
+        ended: Reads the job's end; None: unknown.
     """
     if arguments.watch is not None:
-        return _watch(arguments.watch, ask)
+        try:
+            return _watch(arguments.watch, ask, ended)
+        except KeyboardInterrupt:
+            return 0
     status = ask()
     if arguments.json:
         print(json.dumps(status))
@@ -69,24 +81,46 @@ def show(arguments: argparse.Namespace, ask: Callable[[], Status]) -> int:
     return 0
 
 
-def _watch(every_s: float, ask: Callable[[], Status]) -> int:
-    """Show the status until nobody answers: the job has ended, or its coordinator is silent."""
+def _watch(
+    every_s: float, ask: Callable[[], StatusFacts], ended: Callable[[], JobEnding | None]
+) -> int:
+    """Show the status until the job has ended, or nobody has answered for ``SILENT_S``. Returns
+    the job's exit code; 1 after a silence."""
     is_screen = sys.stdout.isatty()
+    text, heard_at = "", time.monotonic()
+
+    def show(more: str = "") -> None:
+        print(CLEAR + "\n".join((text, more)) if is_screen else (more or text) + "\n", flush=True)
+
     while True:
         try:
             status = ask()
+            text, heard_at = "\n".join(lines(status)), time.monotonic()
+            show()
+            if (end := status["end"]) is not None:
+                return _say_end(end["code"], end["reason"])
         except PeerError as error:
-            print(error, flush=True)
-            return 1
-        text = "\n".join(lines(status))
-        print(CLEAR + text if is_screen else text + "\n", flush=True)
-        try:
-            time.sleep(every_s)
-        except KeyboardInterrupt:
-            return 0
+            silent_s = time.monotonic() - heard_at
+            if not text:
+                raise
+            if (ending := ended()) is not None:
+                return _say_end(ending.code, ending.reason)
+            if silent_s > SILENT_S:
+                raise
+            show(
+                f"nobody has answered for {time_text(silent_s)}; waiting up to "
+                f"{time_text(SILENT_S)} for a coordinator: {error}"
+            )
+        time.sleep(every_s)
 
 
-def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> int:
+def _say_end(code: int, reason: str) -> int:
+    kinds = {0: "finished", RESUMABLE: "stopped, and the same command goes on"}
+    print(f"the job has ended, exit code {code} ({kinds.get(code, 'failed')}): {reason}")
+    return code
+
+
+def await_change(ask: Callable[[], StatusFacts], target: StatusFacts, within_s: float) -> int:
     """Wait until the job trains with these degrees and workers, and print the change. Returns 1 if
     it fails, or takes longer."""
     wanted = target["degrees"], _working(target)
@@ -108,11 +142,11 @@ def await_change(ask: Callable[[], Status], target: Status, within_s: float) -> 
         time.sleep(LOOK_S)
 
 
-def _working(status: Status) -> dict[str, int]:
+def _working(status: StatusFacts) -> dict[str, int]:
     return {host: count for host, count in status["workers"].items() if count}
 
 
-def troubles(status: Status) -> list[str]:
+def troubles(status: StatusFacts) -> list[str]:
     """Reasons to wake a person; none: the job trains."""
     found = [_stall(*stall) for stall in status["no_progress"].items()]
     if status["missing"]:
@@ -124,13 +158,13 @@ def troubles(status: Status) -> list[str]:
     return found
 
 
-def lines(status: Status) -> Iterator[str]:
+def lines(status: StatusFacts) -> Iterator[str]:
     """The status for a person, a line each."""
     for name, text in _rows(status):
         yield f"{name:14} {text}"
 
 
-def _rows(status: Status) -> Iterator[tuple[str, str]]:
+def _rows(status: StatusFacts) -> Iterator[tuple[str, str]]:
     yield "job", f"{status['job']}: {_trains(status)}"
     if status["degrees"] is not None:
         passes = [
@@ -157,21 +191,24 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "not possible", failed
     if (failure := status["last_failure"]) is not None:
         yield "last failure", f"host {failure['host']}: {failure['reason'] or failure['kind']}"
+    if (refusal := status["last_refusal"]) is not None:
+        ago, asked = time_text(time.time() - refusal["at"]), refusal["asked"]
+        yield "last refusal", f"{ago} ago, {refusal['who']} asked {asked}: {refusal['why']}"
 
 
-def _trains(status: Status) -> str:
+def _trains(status: StatusFacts) -> str:
     step = f"at step {status['step']}" if status["round"] else "it has not begun"
     which = f"round {status['round']}, coordinator {status['term']}"
     return f"{status['phase']} for {time_text(status['phase_s'])}, {step} ({which})"
 
 
-def _hosts(status: Status) -> Iterator[str]:
+def _hosts(status: StatusFacts) -> Iterator[str]:
     for host, about in status["hosts"].items():
         workers = status["workers"].get(host, 0)
         yield f"{host} ({workers} of {about['slots']} slots)"
 
 
-def _state(status: Status) -> str:
+def _state(status: StatusFacts) -> str:
     if status["generation"] is None:
         return "none is kept yet"
     age = status["generation_age_s"]

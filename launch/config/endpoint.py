@@ -159,7 +159,7 @@ def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int =
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobEnding:
     """End of a job; ``report_dir``: folder of its reports, None: none."""
 
     code: int
@@ -175,18 +175,18 @@ class Ending:
 def write_ending(folder: Path, code: int, reason: str, report_dir: Path | None = None) -> None:
     """Record the end of the job for later readers. Raises as ``write_card``."""
     reports = None if report_dir is None else str(report_dir.absolute())
-    ending = asdict(Ending(code, reason, time.time(), reports))
+    ending = asdict(JobEnding(code, reason, time.time(), reports))
     with open_below(folder.parent, folder.name) as job:
         job.write(ENDED, json.dumps(ending).encode())
 
 
-def read_ending(folder: Path) -> Ending | None:
+def read_ending(folder: Path) -> JobEnding | None:
     """Return the end of the last job of this name; None: unknown."""
     try:
         with open_below(folder.parent, folder.name) as job:
             found = json.loads(job.read(ENDED))
         reports = found.get("report_dir")
-        return Ending(
+        return JobEnding(
             int(found["code"]), str(found["reason"]), float(found["at"]),
             reports if isinstance(reports, str) else None,
         )  # fmt: skip

@@ -174,7 +174,7 @@ class Join(Request[Joined]):
 
 
 @dataclass(frozen=True, slots=True)
-class Commanded:
+class CommandsDue:
     """Commands for one agent; the first has number ``first``.
 
     Attributes:
@@ -189,7 +189,7 @@ class Commanded:
 
 
 @dataclass(frozen=True, slots=True)
-class Poll(Request[Commanded]):
+class Poll(Request[CommandsDue]):
     """Asks for the commands behind number ``received``. Answered once there are any, or after
     ``keep_s`` seconds.
 

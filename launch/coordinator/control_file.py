@@ -82,10 +82,13 @@ class ControlFile:
     Args:
         path: The file; it need not exist.
         obey: Carries out an order, and returns the answer. Raises ``ScalaiError``: refused.
+        refused: Called with the reason where an order is not carried out.
     """
 
-    def __init__(self, path: Path, obey: Callable[[Order], str]) -> None:
-        self._path, self._obey = path, obey
+    def __init__(
+        self, path: Path, obey: Callable[[Order], str], refused: Callable[[str], object]
+    ) -> None:
+        self._path, self._obey, self._refused_for = path, obey, refused
         self._known: object = None
         """State of the file whose order was carried out."""
         self._seen: object = None
@@ -140,7 +143,7 @@ class ControlFile:
             order = read_order(content.decode())
             answer = None if order is None else self._obey(order)
         except (ScalaiError, UnicodeDecodeError) as error:
-            log.warning("event=control_refused path=%s %s", self._path, error)
+            self._warn(str(error))
             return
         if answer is not None:
             log.info("event=control path=%s order=%r %s", self._path, order, answer)
@@ -149,7 +152,11 @@ class ControlFile:
         """Log the reason once."""
         if state != self._refused:
             self._refused = state
-            log.warning("event=control_refused path=%s %s", self._path, why)
+            self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        log.warning("event=control_refused path=%s %s", self._path, why)
+        self._refused_for(why)
 
 
 def unsafe(file: os.stat_result, folder: os.stat_result, user: int) -> str:
@@ -169,14 +176,19 @@ def unsafe(file: os.stat_result, folder: os.stat_result, user: int) -> str:
     return ""
 
 
-def watch_orders(path: Path, obey: Callable[[Order], str], look_s: float = LOOK_S) -> None:
+def watch_orders(
+    path: Path,
+    obey: Callable[[Order], str],
+    refused: Callable[[str], object],
+    look_s: float = LOOK_S,
+) -> None:
     """Read orders in a thread of its own: the file's disk may hang."""
 
     def serve() -> None:
         file: ControlFile | None = None
         while True:
             try:
-                file = file or ControlFile(path, obey)
+                file = file or ControlFile(path, obey, refused)
                 file.look()
             except Exception as error:  # our own slip, or a folder that is gone
                 log.warning("event=control_failed path=%s %r", path, error)

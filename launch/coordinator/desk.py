@@ -7,12 +7,12 @@ agents are numbered too. So a broken connection costs nothing.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from scalai.core.degrees.passes import AS_GIVEN
-from scalai.core.errors import ScalaiError, StaleError, UsageError
+from scalai.core.errors import EndedError, ScalaiError, StaleError, UsageError
 from scalai.core.job.assigning import failure_of, placed
 from scalai.core.job.membership import (
     TRAINING,
@@ -43,7 +43,7 @@ from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
 from scalai.launch.coordinator.calls import (
     AgentCall,
     Bye,
-    Commanded,
+    CommandsDue,
     CoordinatorRequest,
     Farewell,
     Join,
@@ -54,8 +54,8 @@ from scalai.launch.coordinator.calls import (
     shared,
 )
 from scalai.launch.coordinator.joins import Admission
-from scalai.launch.coordinator.live_job import LiveJob, Say
-from scalai.launch.coordinator.losses import Losses, Patience, PortProbe, tick_s
+from scalai.launch.coordinator.live_job import LiveJob, SayLine
+from scalai.launch.coordinator.losses import AgentLosses, Patience, PortProbe, tick_s
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadReports, ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
@@ -66,6 +66,16 @@ from scalai.store.places import check_host
 
 READS = (Status, ReadSpec, ReadReports, Farewell)
 """Calls without changes: their failure does not harm the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that was not carried out; ``at``: seconds since 1970."""
+
+    who: str
+    asked: str
+    why: str
+    at: float
 
 
 class Desk:
@@ -91,7 +101,7 @@ class Desk:
         spec: JobSpec,
         interface: str,
         stores: RendezvousStores,
-        say: Say,
+        say: SayLine,
         patience: Patience,
         term: int = 1,
         *,
@@ -119,9 +129,10 @@ class Desk:
         self._admission = Admission(spec, self.live)
         self._agent_events = AgentEvents(self.live)
         self._probe = probe
-        self._losses = Losses(self.live, patience, probe)
+        self._losses = AgentLosses(self.live, patience, probe)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the round in progress is known."""
+        self._refusal: Refusal | None = None
 
     def may_retire(self) -> bool:
         """Whether no other run can read the durable directory."""
@@ -155,15 +166,34 @@ class Desk:
             UsageError: It is refused.
             StaleError: The caller is not in the job (any more).
         """
-        if request.job not in (None, self._spec.job):
-            if isinstance(request, Farewell):
-                return None
-            raise self._of_another_job(request)
-        if not isinstance(request, AgentCall):
-            return self._handle(peer, request)
-        # Before any lock: a lock's holder makes no agent seem silent.
-        with self.live.members.in_hand(request.host, request.incarnation, peer):
-            return self._handle(peer, request)
+        try:
+            if request.job not in (None, self._spec.job):
+                if isinstance(request, Farewell):
+                    return None
+                raise self._of_another_job(request)
+            if not isinstance(request, AgentCall):
+                return self._handle(peer, request)
+            # Before any lock: a lock's holder makes no agent seem silent.
+            with self.live.members.in_hand(request.host, request.incarnation, peer):
+                return self._handle(peer, request)
+        except UsageError as error:
+            match request:
+                case Join(host=host) if not isinstance(error, EndedError):
+                    self._refused(f"host {host}", "to join", str(error))
+                case Scale(dry_run=False):
+                    asked = _asked(request.nproc, request.nnodes, request.degrees)
+                    self._refused("a person", f"for {asked}", str(error))
+                case Resume(generation, dry_run=False):
+                    self._refused("a person", f"to resume generation {generation}", str(error))
+            raise
+
+    def note_refusal(self, who: str, asked: str, why: str) -> None:
+        """Record a request that was not carried out."""
+        self._refusal = Refusal(who, asked, why, time.time())
+
+    def _refused(self, who: str, asked: str, why: str) -> None:
+        self.note_refusal(who, asked, why)
+        self.live.log(f"event=refused who={who!r} asked={asked!r} {why}")
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
         if isinstance(request, Join) and request.underway is None:  # else its workers have met
@@ -291,7 +321,7 @@ class Desk:
         self._hear_kept()
         return answer
 
-    def _poll(self, peer: Peer, poll: Poll) -> Commanded:
+    def _poll(self, peer: Peer, poll: Poll) -> CommandsDue:
         """New commands for the agent, once there are any."""
         members = self.live.members
         agent = members.find(poll.host, poll.incarnation)
@@ -364,8 +394,10 @@ class Desk:
         job, reports = self.live.state, self.live.timeline.reports
         stalled, every = self.live.members.stalled(), job.spacing.every
         newest, sight = job.newest_generation, Lookout(self.live).look()
+        end = self.live.farewell
         return {
             "job": self._spec.job,
+            "end": None if end is None else {"code": end.code, "reason": end.reason},
             "term": self.live.members.term,
             "phase": job.phase.value,
             "phase_s": round(self.live.clock() - self.live.entered_at, 1),
@@ -395,6 +427,7 @@ class Desk:
             "waiting_hosts": {h: round(until - job.now) for h, until in job.health.barred.items()},
             "failed_changes": [f"{f.assignment.layout}: {f.reason}" for f in job.change.failed],
             "last_failure": self.live.last_failure,
+            "last_refusal": None if self._refusal is None else asdict(self._refusal),
             "last_resize": reports[-1] if reports else None,
         }
 

@@ -40,6 +40,8 @@ SCRAPERS = 8
 """Most scrapers at a time: another one takes the oldest one's place."""
 A_SECOND = 20
 """Most scrapes a second."""
+BACK_OFF_S = 1.0
+"""Pause after a scraper that could not be accepted, as without file descriptors, in seconds."""
 FRESH_S = 1.0
 """Scrapes within this time get the same text."""
 
@@ -48,7 +50,7 @@ log = logging.getLogger("scalai.coordinator")
 Item = TypeVar("Item")
 
 
-class Feed(Generic[Item]):
+class ReaderQueue(Generic[Item]):
     """Takes items in a thread of its own; what does not fit in the queue is left out.
 
     Args:
@@ -117,7 +119,7 @@ class EventsFile:
         self._path = folder / EVENTS
         self._descriptor: int | None = None
         self._has_failed, self._left_out = False, 0
-        self._feed = Feed[LogEvent]("events", self._write, MOST_LINES)
+        self._feed = ReaderQueue[LogEvent]("events", self._write, MOST_LINES)
 
     def hear(self, event: LogEvent) -> None:
         self._feed.put(event)
@@ -169,7 +171,7 @@ class OnEvent:
         self._words, self._variables = shlex.split(command), {"SCALAI_JOB": job}
         self._commands = CommandRunner(timeout_s)
         self._has_failed = self._is_behind = False
-        self._feed = Feed[LogEvent]("on-event", self._run, MOST_WAITING)
+        self._feed = ReaderQueue[LogEvent]("on-event", self._run, MOST_WAITING)
 
     def hear(self, event: LogEvent) -> None:
         if not event.is_milestone or event.name.startswith("on_event"):
@@ -255,13 +257,20 @@ class _Scrape(BaseHTTPRequestHandler):
 
 
 class _Listener(ThreadingHTTPServer):
-    """A server of few requests at a time and a second, each with an end."""
+    """A server of few requests at a time and a second, each with an end.
+
+    Args:
+        pause: Waits after a failure to accept one.
+    """
 
     daemon_threads, block_on_close, request_queue_size = True, False, SCRAPERS
 
-    def __init__(self, address: tuple[str, int], text: Callable[[], bytes], kind: str) -> None:
+    def __init__(
+        self, address: tuple[str, int], text: Callable[[], bytes], kind: str,
+        pause: Callable[[float], object],
+    ) -> None:  # fmt: skip
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._text, self._kind = text, kind
+        self._text, self._kind, self._pause, self._has_failed = text, kind, pause, False
         self._made_at, self._made = float("-inf"), b""
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
@@ -277,6 +286,18 @@ class _Listener(ThreadingHTTPServer):
             if time.monotonic() - self._made_at > FRESH_S:
                 self._made, self._made_at = self._text(), time.monotonic()
             return self._made, self._kind
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            found = super().get_request()
+        except OSError as error:  # the loop would ask again at once
+            if not self._has_failed:
+                log.warning("event=metrics_failed cannot accept a scraper (%s): tried again", error)
+            self._has_failed = True
+            self._pause(BACK_OFF_S)
+            raise
+        self._has_failed = False
+        return found
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         now = time.monotonic()
@@ -344,7 +365,8 @@ class MetricsServer:
         has_failed = False
         while not self._end.is_set():
             try:
-                self._listener = _Listener(self._wanted, self._text, self._kind)
+                pause = self._end.wait
+                self._listener = _Listener(self._wanted, self._text, self._kind, pause)
             except OSError as error:
                 if not has_failed:
                     log.warning(

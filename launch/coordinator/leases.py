@@ -28,6 +28,8 @@ CLAIM_S = 60.0
 RENEW_S = 3.0
 HELD_S = CLAIM_S / 2
 """Time without a renewal before a holder is in doubt, in seconds."""
+FOLLOWED_S = 30.0
+"""Longest wait of a holder that has left its place for a successor, in seconds."""
 LOOK_S = 0.5
 NOT_RENEWED = "it was not renewed in time."
 
@@ -85,7 +87,8 @@ def await_holder(
     watch, first = LeaseWatch(register, clock), None
     while True:
         entry, unchanged_s = watch.look()
-        is_left = entry is None or entry.is_over or entry.has_died() or unchanged_s > CLAIM_S
+        is_left = entry is None or entry.is_over or entry.is_free or entry.has_died()
+        is_left |= unchanged_s > CLAIM_S
         if entry is None or is_left:
             return None, entry
         if (found := call(entry)) is not None:
@@ -201,18 +204,26 @@ class Lease:
         theirs, own = self._rival.run if self._rival else "", self._run()
         return self.is_superseded and "" not in (theirs, own) and theirs != own
 
-    def end(self, *, is_over: bool) -> None:
-        """Renew no more; ``is_over``: the job has ended, without a successor."""
+    def end(self, *, is_over: bool, is_free: bool = False) -> None:
+        """Renew no more; ``is_over``: the job has ended, without a successor; ``is_free``: one may
+        take the place at once, and is waited for."""
         self._ended.set()
-        if is_over and self._over is None and not self.is_superseded:
-            last = threading.Thread(target=self._leave, name="lease-end", daemon=True)
+        if (is_over or is_free) and self._over is None and not self.is_superseded:
+            entry = replace(self._entry, beat=-1, is_over=is_over, is_free=is_free)
+            last = threading.Thread(target=self._leave, args=(entry,), name="lease-end")
+            last.daemon = True
             last.start()
-            last.join(3 * ASK_S)  # a hung disk delays nobody
+            last.join(FOLLOWED_S if is_free else 3 * ASK_S)  # a hung disk delays nobody
 
-    def _leave(self) -> None:
+    def _leave(self, entry: LeaseEntry) -> None:
         with self._writing:
             try:
-                self.register.renew(replace(self._entry, beat=-1, is_over=True))
+                self.register.renew(entry)
+                # Meanwhile this machine refuses calls: where it is gone, they would go unanswered.
+                while entry.is_free and (newest := self.register.newest()) is not None:
+                    if newest.term > entry.term:
+                        break
+                    time.sleep(LOOK_S)
             except PeerError as error:
                 log.warning("event=lease_left %s", error)
 
@@ -239,7 +250,7 @@ class Lease:
         """Claim a term without a living holder."""
         newest, unchanged_s = self._watch.look()
         run = self._run()
-        is_left = newest is None or newest.is_over or newest.has_died()
+        is_left = newest is None or newest.is_over or newest.is_free or newest.has_died()
         if newest is not None and newest.term <= over:
             # A run may have no name yet; a torn entry has no address either.
             is_left |= not newest.host or "" != newest.run == run

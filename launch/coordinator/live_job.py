@@ -58,7 +58,7 @@ class PresentRun:
     is_successor: bool
 
 
-class Say(Protocol):
+class SayLine(Protocol):
     """Takes log lines: the text for a person, ``facts`` beside it for machines."""
 
     def __call__(self, text: str, /, **facts: Json) -> None: ...
@@ -85,7 +85,7 @@ class LiveJob:
         spec: JobSpec,
         interface: str,
         stores: RendezvousStores,
-        say: Say,
+        say: SayLine,
         lock: "threading.RLock",
         term: int = 1,
         clock: Callable[[], float] = time.monotonic,

@@ -180,7 +180,7 @@ def _remember(table: dict[Key, Value], key: Key, value: Value) -> None:
         del table[next(iter(table))]
 
 
-class Losses:
+class AgentLosses:
     """Looks at all agents at intervals, and loses dead ones. Callers hold the coordinator's lock.
 
     Args:

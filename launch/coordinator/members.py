@@ -12,7 +12,7 @@ from scalai.core.job.membership import Generation
 from scalai.core.messages.commands import Command, Ending, Exit, Remember
 from scalai.core.messages.reports import Stalled
 from scalai.core.messages.shared import Named
-from scalai.launch.coordinator.calls import Commanded, StoreIdentity
+from scalai.launch.coordinator.calls import CommandsDue, StoreIdentity
 from scalai.launch.coordinator.registers import LEASES
 from scalai.runtime.calls import Peer
 
@@ -133,12 +133,12 @@ class Member:
             if isinstance(command, Remember):
                 self.kept = command.known.value.order
 
-    def waiting(self, term: int, keep_s: float) -> Commanded:
+    def waiting(self, term: int, keep_s: float) -> CommandsDue:
         """Unacknowledged commands, to be sent in this ``term``; ``keep_s``: duration of the next
         poll."""
         self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
         named = tuple(Named(command) for command in self._commands)
-        return Commanded(term, self._received + 1, named, keep_s)
+        return CommandsDue(term, self._received + 1, named, keep_s)
 
 
 class Members:
@@ -160,6 +160,8 @@ class Members:
         self._pausing = threading.Condition(lock)
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
+        self._left = set[str]()
+        """Machines of released agents."""
         self._incarnations: dict[tuple[str, str], None] = {}
         """The last ``MOST_KNOWN`` agents of the job."""
         self._named = set[str]()
@@ -234,7 +236,12 @@ class Members:
 
     def release(self, host: str) -> None:
         """Take an agent out of the job; it may still fetch its commands."""
-        self._released[host] = self._present.pop(host)
+        agent = self._released[host] = self._present.pop(host)
+        self._left.add(agent.address[0])
+
+    def has_left(self, machine: str) -> bool:
+        """Whether agents of a machine were released and know it, and none is in the job."""
+        return machine in self._left and all(each.address[0] != machine for each in self._all())
 
     def remove(self, host: str) -> None:
         """Take an agent out of the job, and wake up threads that wait for its commands."""

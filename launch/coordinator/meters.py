@@ -6,7 +6,11 @@ Counters begin anew with each coordinator.
 
 import threading
 import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import product
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client import disable_created_metrics as _without_created
@@ -25,7 +29,6 @@ STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150)
 """Buckets of steps, in seconds."""
 MOST_STEPS = 10_000
 """Most steps between two looks in the histogram."""
-_STATES = ("training", "spare", "draining", "lost")
 _AXES = ("tp", "pp", "dp", "cp", "ep")
 _KINDS = ("grow", "shrink", "degrees", "recovery", "notice")
 _FAILURES = {"workers_failed": "worker", "lost": "host", "hung": "hang", "health_failed": "health"}
@@ -33,6 +36,82 @@ _SNAPSHOTS = {
     "snapshot_refused": "refused", "snapshot_incomplete": "incomplete", "not_rescued": "incomplete",
 }  # fmt: skip
 _COMMITTED = ("start", "snapshot", "rescued", "recovered")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric of the table.
+
+    Attributes:
+        kind, about: Its class and help.
+        see: Value of a gauge at a look, or values by label; None: unknown.
+        labels: Labels beside ``job``, with their values; none: they come and go.
+        buckets: Of a histogram.
+    """
+
+    kind: type[Any]
+    about: str
+    see: Callable[[Sight], float | Mapping[str, float] | None] | None = None
+    labels: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = SECONDS
+
+    def make(self, name: str, registry: CollectorRegistry) -> Any:
+        how = {"buckets": self.buckets} if self.kind is Histogram else {}
+        labels = "job", *self.labels
+        return self.kind(f"scalai_{name}", self.about, labels, registry=registry, **how)
+
+
+def _degrees(now: Sight) -> dict[str, float]:
+    return {axis: now.degrees.get(axis, 1 if now.degrees else 0) for axis in _AXES}
+
+
+METERS: Mapping[str, Metric] = {
+    "build": Metric(Info, "Releases of the job."),
+    "workers": Metric(Gauge, "Workers in the present round.", lambda now: now.workers),
+    "workers_idle": Metric(
+        Gauge, "Devices of staying hosts without a worker.", lambda now: now.idle),
+    "hosts": Metric(Gauge, "Hosts by state.", lambda now: now.hosts, {"state": ()}),
+    "hosts_min": Metric(Gauge, "Least number of hosts (--nnodes).", lambda now: now.hosts_min),
+    "hosts_max": Metric(
+        Gauge, "Largest number of hosts (--nnodes, scalai scale).", lambda now: now.hosts_max),
+    "degree": Metric(Gauge, "Degrees of the present round.", _degrees, {"kind": ()}),
+    "step": Metric(Gauge, "Furthest optimizer step of the present round.", lambda now: now.step),
+    "last_step_timestamp_seconds": Metric(
+        Gauge, "Time of the newest step, in seconds since 1970."),
+    "steps": Metric(Counter, "Optimizer steps made, repeated ones included."),
+    "samples": Metric(Counter, "Samples of these steps, where the batch is known."),
+    "steps_lost": Metric(Counter, "Steps dropped by a return to an older state.", None,
+        {"cause": ("lost", "failed", "function", "other")}),
+    "step_seconds": Metric(
+        Histogram, "Seconds of a step, means between two looks.", buckets=STEP_SECONDS),
+    "changes": Metric(Counter, "Changes of the job.", None,
+        {"kind": _KINDS, "outcome": ("done", "failed", "withdrawn")}),
+    "change_seconds": Metric(Histogram, "Seconds of a change by phase.", None, {"phase": PHASES}),
+    "pause_seconds": Metric(
+        Histogram, "Seconds without a step at a change.", None, {"kind": _KINDS}),
+    "training_seconds": Metric(Counter, "Seconds in which workers could step."),
+    "stopped_seconds": Metric(Counter, "Seconds without training.", None, {"reason": REASONS}),
+    "wasted_seconds": Metric(
+        Counter, "Training seconds of lost steps (wasted progress from disruption)."),
+    "generation_age_seconds": Metric(
+        Gauge, "Age of the newest generation.", lambda now: now.generation_age_s),
+    "generation_bytes": Metric(
+        Gauge, "Bytes of the newest generation on all hosts.", lambda now: now.generation_bytes),
+    "replicas_behind": Metric(
+        Gauge, "Generations newer than the newest with replicas.", lambda now: now.replicas_behind),
+    "snapshots": Metric(Counter, "Snapshots by outcome.", None,
+        {"outcome": ("committed", "refused", "incomplete")}),
+    "durable_age_seconds": Metric(Gauge, "Since the newest archive to --durable-dir."),
+    "failures": Metric(Counter, "Failures by kind.", None, {"kind": _FAILURES.values()}),
+    "restarts_remaining": Metric(
+        Gauge, "Failures that the job still survives.", lambda now: now.restarts_left),
+    "notice_remaining_seconds": Metric(
+        Gauge, "Time left of leaving hosts with notice.", None, {"host": (), "source": ()}),
+    "coordinator_term": Metric(Gauge, "Coordinators of the job so far.", lambda now: now.term),
+    "log_events": Metric(
+        Counter, "Warnings and errors of the job.", None, {"level": ("WARNING", "ERROR")}),
+}  # fmt: skip
+"""All metrics of docs/monitoring.md, without prefix and the ending by kind."""
 
 
 class Meters:
@@ -45,94 +124,24 @@ class Meters:
 
     def __init__(self, job: str, framework: str = "own", framework_version: str = "") -> None:
         _without_created()  # type: ignore[no-untyped-call]  # it has no types
-        self.registry = registry = CollectorRegistry(auto_describe=True)
-        self._job = job
-        self._lock = threading.Lock()
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._job, self._lock = job, threading.Lock()
+        self._metrics = {name: each.make(name, self.registry) for name, each in METERS.items()}
         self._before: Sight | None = None
         self._stepped_at: float | None = None
         """Time of the newest step of the present round; None: it has none."""
         self._archived_at: float | None = None
         self._notices: dict[str, tuple[str, float]] = {}
         """Source and end of each leaving host's notice."""
+        facts = {"framework": framework, "framework_version": framework_version}
+        self._at("build").info({"version": version("scalai"), **facts})
+        for name, meter in METERS.items():
+            if meter.kind is not Gauge:  # the first increase is seen too
+                for values in product(*meter.labels.values()):
+                    self._at(name, *values)
 
-        def gauge(name: str, about: str, *labels: str) -> Gauge:
-            return Gauge(f"scalai_{name}", about, ("job", *labels), registry=registry)
-
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"scalai_{name}", about, ("job", *labels), registry=registry)
-
-        def histogram(
-            name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS
-        ) -> Histogram:
-            given = ("job", *labels)
-            return Histogram(f"scalai_{name}", about, given, buckets=buckets, registry=registry)
-
-        build = Info("scalai_build", "Releases of the job.", ("job",), registry=registry)
-        build.labels(job).info(
-            {
-                "version": version("scalai"), "framework": framework,
-                "framework_version": framework_version,
-            }
-        )  # fmt: skip
-        self._workers = gauge("workers", "Workers in the present round.")
-        self._idle = gauge("workers_idle", "Devices of staying hosts without a worker.")
-        self._hosts = gauge("hosts", "Hosts by state.", "state")
-        self._hosts_min = gauge("hosts_min", "Least number of hosts (--nnodes).")
-        self._hosts_max = gauge("hosts_max", "Largest number of hosts (--nnodes, scalai scale).")
-        self._degree = gauge("degree", "Degrees of the present round.", "kind")
-        self._step = gauge("step", "Furthest optimizer step of the present round.")
-        self._last_step = gauge(
-            "last_step_timestamp_seconds", "Time of the newest step, in seconds since 1970."
-        )
-        self._steps = counter("steps", "Optimizer steps made, repeated ones included.")
-        self._samples = counter("samples", "Samples of these steps, where the batch is known.")
-        self._lost = counter("steps_lost", "Steps dropped by a return to an older state.", "cause")
-        self._step_s = histogram(
-            "step_seconds", "Seconds of a step, means between two looks.", buckets=STEP_SECONDS
-        )
-        self._changes = counter("changes", "Changes of the job.", "kind", "outcome")
-        self._phase_s = histogram("change_seconds", "Seconds of a change by phase.", "phase")
-        self._pause_s = histogram("pause_seconds", "Seconds without a step at a change.", "kind")
-        self._training_s = counter("training_seconds", "Seconds in which workers could step.")
-        self._stopped_s = counter("stopped_seconds", "Seconds without training.", "reason")
-        self._wasted_s = counter(
-            "wasted_seconds", "Training seconds of lost steps (wasted progress from disruption)."
-        )
-        self._age = gauge("generation_age_seconds", "Age of the newest generation.")
-        self._bytes = gauge("generation_bytes", "Bytes of the newest generation on all hosts.")
-        self._behind = gauge("replicas_behind", "Generations newer than the newest with replicas.")
-        self._snapshots = counter("snapshots", "Snapshots by outcome.", "outcome")
-        self._durable = gauge("durable_age_seconds", "Since the newest archive to --durable-dir.")
-        self._failures = counter("failures", "Failures by kind.", "kind")
-        self._restarts = gauge("restarts_remaining", "Failures that the job still survives.")
-        self._notice = gauge(
-            "notice_remaining_seconds", "Time left of leaving hosts with notice.", "host", "source"
-        )
-        self._term = gauge("coordinator_term", "Coordinators of the job so far.")
-        self._events = counter("log_events", "Warnings and errors of the job.", "level")
-        self._begin()
-
-    def _begin(self) -> None:
-        """Show counters from 0 on: the first increase is seen too."""
-        job = self._job
-        for kind in _KINDS:
-            for outcome in ("done", "failed", "withdrawn"):
-                self._changes.labels(job, kind, outcome)
-            self._pause_s.labels(job, kind)
-        for phase in PHASES:
-            self._phase_s.labels(job, phase)
-        for reason in REASONS:
-            self._stopped_s.labels(job, reason)
-        for failure in _FAILURES.values():
-            self._failures.labels(job, failure)
-        for outcome in ("committed", "refused", "incomplete"):
-            self._snapshots.labels(job, outcome)
-        for level in ("WARNING", "ERROR"):
-            self._events.labels(job, level)
-        for cause in ("lost", "failed", "function", "other"):
-            self._lost.labels(job, cause)
-        for each in (self._steps, self._samples, self._step_s, self._training_s, self._wasted_s):
-            each.labels(job)
+    def _at(self, name: str, *labels: str) -> Any:
+        return self._metrics[name].labels(self._job, *labels)
 
     # ------------------------------------------------------------------ events
 
@@ -142,22 +151,21 @@ class Meters:
             self._hear(event)
 
     def _hear(self, event: LogEvent) -> None:
-        job, name, facts = self._job, event.name, event.facts
+        name, facts = event.name, event.facts
         if event.level in ("WARNING", "ERROR"):
-            self._events.labels(job, event.level).inc()
+            self._at("log_events", event.level).inc()
         if name in _FAILURES:
-            self._failures.labels(job, _FAILURES[name]).inc()
+            self._at("failures", _FAILURES[name]).inc()
         elif name in _SNAPSHOTS:
-            self._snapshots.labels(job, _SNAPSHOTS[name]).inc()
+            self._at("snapshots", _SNAPSHOTS[name]).inc()
         elif name in _COMMITTED:
             if "committed" in facts:
-                self._snapshots.labels(job, "committed").inc()
+                self._at("snapshots", "committed").inc()
             elif event.text.startswith("refused"):
-                self._snapshots.labels(job, "refused").inc()
+                self._at("snapshots", "refused").inc()
         elif name in ("withdrawn", "change_failed"):
-            kind, outcome = facts.get("change"), "failed"
-            outcome = "withdrawn" if name == "withdrawn" else "failed"
-            self._changes.labels(job, kind if kind in _KINDS else "degrees", outcome).inc()
+            kind, outcome = facts.get("change"), "withdrawn" if name == "withdrawn" else "failed"
+            self._at("changes", kind if kind in _KINDS else "degrees", outcome).inc()
         elif name == "archived":
             self._archived_at = event.at
         elif name == "notice" and isinstance(facts.get("left_s"), int | float):
@@ -167,19 +175,19 @@ class Meters:
             self._changed(facts)
 
     def _changed(self, report: Json) -> None:
-        job, kind = self._job, report.get("kind")
+        kind = report.get("kind")
         if kind in _KINDS:
-            self._changes.labels(job, kind, "done").inc()
-            self._pause_s.labels(job, kind).observe(report.get("paused_s", 0.0))
+            self._at("changes", kind, "done").inc()
+            self._at("pause_seconds", kind).observe(report.get("paused_s", 0.0))
         for phase, seconds in report.get("seconds", {}).items():
             if phase in PHASES and seconds:
-                self._phase_s.labels(job, phase).observe(seconds)
+                self._at("change_seconds", phase).observe(seconds)
         if lost := report.get("steps_lost", 0):
             cause = report.get("cause")
             cause = cause if cause in ("lost", "failed", "function") else "other"
-            self._lost.labels(job, cause).inc(lost)
+            self._at("steps_lost", cause).inc(lost)
             step_s = self._before.step_s if self._before else 0.0
-            self._wasted_s.labels(job).inc(lost * step_s)
+            self._at("wasted_seconds").inc(lost * step_s)
 
     # ------------------------------------------------------------------ looks
 
@@ -192,13 +200,12 @@ class Meters:
 
     def _count(self, before: Sight | None, now: Sight) -> None:
         """Count steps and seconds since the look before."""
-        job = self._job
         for use, seconds in now.seconds.items():
             more = max(0.0, seconds - (before.seconds[use] if before else 0.0))
             if use == TRAINS:
-                self._training_s.labels(job).inc(more)
+                self._at("training_seconds").inc(more)
             else:
-                self._stopped_s.labels(job, use).inc(more)
+                self._at("stopped_seconds", use).inc(more)
         made = now.steps_made - (before.steps_made if before else 0)
         is_same = before is not None and before.round == now.round
         since = self._stepped_at if is_same else None
@@ -206,37 +213,29 @@ class Meters:
             self._stepped_at = since
             return
         self._stepped_at = now.at
-        self._steps.labels(job).inc(made)
+        self._at("steps").inc(made)
         if now.samples is not None:
-            self._samples.labels(job).inc(made * now.samples)
-        self._last_step.labels(job).set(time.time())
+            self._at("samples").inc(made * now.samples)
+        self._at("last_step_timestamp_seconds").set(time.time())
         if since is not None and now.is_training:
             for _ in range(min(made, MOST_STEPS)):
-                self._step_s.labels(job).observe((now.at - since) / made)
+                self._at("step_seconds").observe((now.at - since) / made)
 
     def _show(self, now: Sight) -> None:
-        job = self._job
-        self._workers.labels(job).set(now.workers)
-        self._idle.labels(job).set(now.idle)
-        for state in _STATES:
-            self._hosts.labels(job, state).set(now.hosts[state])
-        self._hosts_min.labels(job).set(now.hosts_min)
-        self._hosts_max.labels(job).set(now.hosts_max)
-        for axis in _AXES:
-            self._degree.labels(job, axis).set(now.degrees.get(axis, 0 if not now.degrees else 1))
-        self._step.labels(job).set(now.step)
-        if now.generation_age_s is not None:
-            self._age.labels(job).set(now.generation_age_s)
-        self._bytes.labels(job).set(now.generation_bytes)
-        self._behind.labels(job).set(now.replicas_behind)
+        for name, meter in METERS.items():
+            found = None if meter.see is None else meter.see(now)
+            if isinstance(found, Mapping):
+                for label, value in found.items():
+                    self._at(name, label).set(value)
+            elif found is not None:
+                self._at(name).set(found)
         if self._archived_at is not None:
-            self._durable.labels(job).set(time.time() - self._archived_at)
-        self._restarts.labels(job).set(now.restarts_left)
-        self._term.labels(job).set(now.term)
-        self._notice.clear()
+            self._at("durable_age_seconds").set(time.time() - self._archived_at)
+        self._metrics["notice_remaining_seconds"].clear()
         self._notices = {h: kept for h, kept in self._notices.items() if h in now.leaving}
         for host, (source, until) in self._notices.items():
-            self._notice.labels(job, host, source).set(max(0.0, until - time.time()))
+            left_s = max(0.0, until - time.time())
+            self._at("notice_remaining_seconds", host, source).set(left_s)
 
     def text(self) -> bytes:
         """All metrics in the text format of Prometheus."""

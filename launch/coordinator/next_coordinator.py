@@ -3,8 +3,8 @@
 A machine has at most one coordinator of a job: an agent starts one under the lock of the job's
 folder, after silence at the address on its card. A card without an answer proves the coordinator
 dead; an agent of its machine starts the next one, whatever a register says. An agent of another
-host starts one after ``CLAIM_S`` without a renewal in the register and without an answer of its
-holder (``leases``).
+host starts one after ``CLAIM_S`` without a renewal in the register, or once its holder has left the
+place, and without an answer of its holder (``leases``).
 """
 
 import logging
@@ -196,7 +196,7 @@ class Succession:
             found = self._here(place, term)
             if found is not None:
                 return found
-        if entry is not None and self.has_lease and seen.unchanged_s > CLAIM_S:
+        if entry is not None and self.has_lease and (entry.is_free or seen.unchanged_s > CLAIM_S):
             return self._claim(entry, place, term)
         if place.is_here:
             raise PeerError(seen.problem or "its lease says of nobody who answers.")

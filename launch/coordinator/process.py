@@ -37,7 +37,7 @@ from scalai.launch.coordinator.registers import (
     registers_of,
 )
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
-from scalai.launch.coordinator.watch import Watch
+from scalai.launch.coordinator.watch import JobReaders
 from scalai.launch.logs import configure, say
 from scalai.launch.program import named
 from scalai.launch.slow_files import drain
@@ -155,7 +155,7 @@ def open_coordinator(
         PeerError: The address is taken, or a register is unreachable.
     """
     patience, probe = Patience(lost_after_s=spec.config.resize.silent_s), PortProbe(token)
-    watch = Watch(spec, address[0])  # before any event
+    watch = JobReaders(spec, address[0])  # before any event
     try:
         coordinator = Coordinator(
             spec, address, token, say, alone_s, patience, term=term, is_successor=is_successor,
@@ -215,7 +215,10 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
     )  # fmt: skip
     _say_lease(coordinator, spec)
     if spec.options.control_file is not None:
-        watch_orders(Path(spec.options.control_file), coordinator.obey)
+        watch_orders(
+            Path(spec.options.control_file), coordinator.obey,
+            lambda why: coordinator.note_refusal("the control file", "for an order", why),
+        )  # fmt: skip
     try:
         code = coordinator.run()
         if code != STOOD_DOWN:

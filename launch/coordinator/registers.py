@@ -62,6 +62,7 @@ class LeaseEntry:
         machine: Name of its machine.
         process: Identity of its process on the machine (``Owner``).
         named: ``--coordinator`` of its command line.
+        is_free: Its holder has left the place to a successor.
     """
 
     term: int
@@ -73,6 +74,7 @@ class LeaseEntry:
     machine: str = ""
     process: str = ""
     named: str = ""
+    is_free: bool = False
 
     @property
     def address(self) -> tuple[str, int]:
@@ -98,10 +100,12 @@ class LeaseEntry:
         """Read the text of ``to_text``. Raises ``ValueError`` for any other."""
         try:
             found = json.loads(text)
+            names = ("run", "machine", "process", "named")
+            run, machine, process, named = (str(found.get(name, "")) for name in names)
             return cls(
                 int(found["term"]), str(found["host"]), int(found["port"]), int(found["beat"]),
-                bool(found["is_over"]),
-                *(str(found.get(name, "")) for name in ("run", "machine", "process", "named")),
+                bool(found["is_over"]), run, machine, process, named,
+                bool(found.get("is_free", False)),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{text!r} is no entry of a lease") from error

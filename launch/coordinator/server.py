@@ -4,6 +4,7 @@ It holds no tensor. Its answers are in ``launch.coordinator.desk``. After its lo
 its place (``launch.coordinator.next_coordinator``); any agent may drain, the first one too.
 """
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -11,14 +12,16 @@ from typing import Literal
 
 from scalai.core.errors import PeerError, RefusedError
 from scalai.core.exit_codes import RESUMABLE
+from scalai.core.job.membership import Phase
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.leases import HELD_S, Lease
-from scalai.launch.coordinator.live_job import Say
+from scalai.launch.coordinator.live_job import SayLine
 from scalai.launch.coordinator.losses import Patience, PortProbe
+from scalai.launch.coordinator.registers import NO_LEASE
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
-from scalai.launch.coordinator.watch import Watch
+from scalai.launch.coordinator.watch import JobReaders
 from scalai.launch.host_signals import HeardSignals
 from scalai.runtime.calls import Address, Server
 
@@ -53,7 +56,7 @@ class Coordinator(Desk):
         spec: JobSpec,
         address: tuple[str, int],
         token: bytes,
-        say: Say,
+        say: SayLine,
         alone_s: float = 60.0,
         patience: Patience = Patience(),  # noqa: B008  # it is frozen
         stores: RendezvousStores | None = None,
@@ -73,7 +76,7 @@ class Coordinator(Desk):
         """Time of the job's end."""
         self.lease: Lease | None = None
         """Lease of the job's coordinator; None: no other machine can have it."""
-        self.watch: Watch | None = None
+        self.watch: JobReaders | None = None
         """Readers of what happens; None: only the log."""
         self.heard: HeardSignals | None = None
         """Signals to this process."""
@@ -97,6 +100,8 @@ class Coordinator(Desk):
         except PeerError:
             self._stores.end()
             raise
+        self._machine = str(self._server.address[0])
+        """Address of this machine, as of its agents: a name may stand in the command line."""
 
     def may_retire(self) -> bool:
         return self.owns is None or self.owns.is_fresh()
@@ -134,6 +139,8 @@ class Coordinator(Desk):
             if self.watch is not None:
                 self.watch.see(self.live)
             self._hear()
+            if self._hands_over():
+                return STOOD_DOWN
             if not self._is_done():
                 return None
         self._server.close()
@@ -236,6 +243,26 @@ class Coordinator(Desk):
         self.live.log(f"event=stood_down {why} The workers train on.")
         self._server.close()
         return False
+
+    def _hands_over(self) -> bool:
+        """Leave the place to another host where this machine's own are drained: it may go at any
+        time. Only with a register that a person has named is it known that all hosts reach it, and
+        only between changes; a coordinator started by a person stays."""
+        live = self.live
+        is_named = live.spec.options.coordinator_lease not in (None, NO_LEASE)
+        if self.lease is None or not is_named or not self.lease.is_fresh():
+            return False
+        if live.state.phase is not Phase.RUNNING or live.state.takeover.pending is not None:
+            return False
+        if self._alone_s == math.inf or not live.members.has_left(self._machine):
+            return False
+        live.log(
+            "event=handed_over This machine's hosts are drained: another host takes this "
+            "coordinator's place. The workers train on."
+        )
+        self._server.close()
+        self.lease.end(is_over=False, is_free=True)
+        return True
 
     def close(self) -> None:
         """End before any call."""

@@ -36,7 +36,7 @@ class Reader(Protocol):
     def close(self, within_s: float) -> None: ...
 
 
-class Watch:
+class JobReaders:
     """The readers that a job's command line names.
 
     Args:

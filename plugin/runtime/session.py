@@ -73,6 +73,7 @@ from scalai.runtime.processes import imported
 from scalai.runtime.rank_snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
 from scalai.runtime.step_passes import PassAtHand, PassClock, StepPasses
+from scalai.runtime.trackers import note_round
 from scalai.runtime.unstored import UnstoredBuild
 
 
@@ -169,6 +170,7 @@ class _Attached:
     rings: Mapping[torch.device, StagingRing] = field(default_factory=dict)
     snapshots: Snapshots | None = None
     restored_step: int | None = None
+    steps_lost: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -722,6 +724,12 @@ class Session:
             imports = imported(link.local_rank)
             stepped = RankStepped(self.rank, link.round, self.step, imports, self._progress.numbers)
             link.agent.call(stepped)
+            degrees = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp")}
+            lost = self._attached.steps_lost if self._attached else 0
+            note_round(
+                {"round": link.round, **degrees, "ranks": self.world_size, "steps_lost": lost},
+                self.step,
+            )
             snapshots.map_next()
             if self._welcome is not None and self._welcome.has_emergency:
                 snapshots.watch_for_failures()
@@ -825,6 +833,7 @@ class Session:
         self.step, self._progress.is_compared = source.step, source.proves
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._attached.restored_step = self.step
+        self._attached.steps_lost = sum(lost.until - lost.after for lost in source.lost)
         ledger = filled.scalars.get(LEDGER)
         self._consumption.restore(ledger, self.step, self.consumed_samples, source.lost)
         self._registered.put(filled.scalars["user"])

@@ -2,6 +2,7 @@
 its control file."""
 
 import json
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.agents import Agents, tiny_agents
+from support.agents import DEADLINE_S, Agents, tiny_agents
 from support.needed import need
 
 need("prometheus_client", "pip install 'scalai[metrics]'")
@@ -41,6 +42,14 @@ def logged(agents: Agents) -> list[dict[str, Any]]:
     return [json.loads(line) for line in agents.text().splitlines() if line.startswith('{"schema"')]
 
 
+def watched(agents: Agents) -> "subprocess.Popen[str]":
+    """``scalai status --watch`` of the job."""
+    words = ["status", "--job", agents.job, "--store-dir", str(agents.store), "--watch", "0.5"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "scalai", *words], stdout=subprocess.PIPE, text=True
+    )
+
+
 @pytest.mark.fault
 def test_machines_read_what_becomes_of_a_job(tmp_path: Path) -> None:
     hook, orders, told = tmp_path / "hook.py", tmp_path / "orders", tmp_path / "told.jsonl"
@@ -55,6 +64,7 @@ def test_machines_read_what_becomes_of_a_job(tmp_path: Path) -> None:
         agents.start("a")
         agents.start("b")
         agents.wait_for_all(2)
+        watch = watched(agents)
         agents.wait_until(lambda: scrape(agents)["scalai_workers", ()] == 2, "two workers are seen")
         agents.kill("b", with_its_memory=True)
         agents.wait_for_all(1)
@@ -75,6 +85,10 @@ def test_machines_read_what_becomes_of_a_job(tmp_path: Path) -> None:
         agents.wait_until(lambda: agents.text().count('"event": "adopted"') == 1, "another one")
         orders.write_text("drain a\n")
         assert agents.exit_code("a") == 75, agents.logs()
+        shown, _ = watch.communicate(timeout=DEADLINE_S)
+        assert watch.returncode == 75, shown
+        assert "coordinator 1)" in shown and "coordinator 2)" in shown, shown
+        assert "the same command goes on): saved to the durable directory at step" in shown
         agents.wait_until(lambda: not file.exists(), "an ended job has no metrics")
         text = (agents.reports / "events.jsonl").read_text()
         events = [json.loads(line) for line in text.splitlines()]
@@ -90,3 +104,34 @@ def test_machines_read_what_becomes_of_a_job(tmp_path: Path) -> None:
         heard = [json.loads(line)["event"] for line in told.read_text().splitlines()]
         assert heard.count("lost") == heard.count("resized") == heard.count("started") == 1
         assert heard.count("exit") >= 1 and heard.index("lost") < heard.index("resized")
+
+
+def status(agents: Agents) -> Any:
+    return json.loads(agents.command("status", "--json").stdout)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_orders_by_a_file_change_and_save_a_job(tmp_path: Path) -> None:
+    orders, durable = tmp_path / "orders", tmp_path / "durable"
+    flags = "--control-file", str(orders), "--durable-dir", str(durable), "--log-format", "json"
+    degrees = '2 = "tp1"\n1 = "tp1"'
+    with tiny_agents(tmp_path, degrees, nodes="1", flags=flags) as agents:
+
+        def answers(event: str) -> list[dict[str, Any]]:
+            return [line for line in logged(agents) if line["event"] == event]
+
+        agents.start("a")
+        agents.wait_for_all(2)
+        orders.write_text("scale --nproc 1\n")
+        agents.wait_for_all(1)
+        assert len(answers("control")) == 1 and "TP1" in answers("control")[0]["text"]
+        orders.write_text("scale --degrees tp9\n")
+        agents.wait_until(lambda: bool(answers("control_refused")), "it is refused")
+        assert status(agents)["last_refusal"]["who"] == "the control file"
+        kept = status(agents)["generation"]
+        orders.write_text("snapshot\n")
+        agents.wait_until(lambda: bool(answers("archived")), "it is on the disk", 300.0)
+        assert status(agents)["generation"] > kept
+        assert list((durable / agents.job).glob("generation-*"))
+        assert {line["world"] for line in agents.lines()[-3:]} == {1}

@@ -136,6 +136,7 @@ def test_without_the_coordinators_pod_the_others_go_on_and_its_successor_joins(
         code = job.wait_for_end(first)
         assert code == (137 if how == "lost" else 76), job.logs()
         job.wait_until(lambda: "event=adopted" in job.text(), "another pod has the coordinator")
+        assert ("event=handed_over" in job.text()) == (how == "deleted"), "it waits for no minute"
         job.wait_for_world(2)
         assert job.pod(0).name != first.name and job.state.failed == 0
         steps = check_steps(job.lines())

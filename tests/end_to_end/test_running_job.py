@@ -26,7 +26,8 @@ FLAGS = ("--max-restarts", "1000")
 DEGREES = '4 = "tp2"\n3 = "tp3"\n2 = "tp1"\n1 = "tp1"'
 PLACES = ("build", "write", "commit", "relaunch", "plan", "move", "restore")
 TORN = "the state is not whole: "
-"""Some ranks have what the others failed to get: each has a step that the others lack."""
+"""Some ranks have what the others failed to get: each has a step that the others lack. Which of all
+such states are whole is proven in ``tests/core/host/test_failures.py``."""
 WITHIN_A_RESIZE = ("drain", *PLACES, "written", "seal", "sealed", "committed", "leave", "moved")
 
 

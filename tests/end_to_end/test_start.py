@@ -62,43 +62,6 @@ def test_a_refusal_in_the_workers_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-def test_a_refusal_before_the_start_is_one_message(tmp_path: Path) -> None:
-    done = run(tmp_path, "--job", "j", "pretrain_gpt.py", "--num-layers", "2", "--hidden-size",
-               "8", "--num-attention-heads", "2", "--micro-batch-size", "1",
-               "--global-batch-size", "4", "--use-megatron-fsdp")  # fmt: skip
-    assert done.returncode == 3, done.stderr
-    assert "scalai-run: " in done.stderr and "--use-megatron-fsdp" in done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("flags", [(), ("--check-elastic",)], ids=["start", "check"])
-def test_a_framework_beside_the_script_that_was_never_tried_is_refused_before_the_start(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "package_info.py").write_text("MAJOR = 9\nMINOR = 1\nPATCH = 0\n")
-    (tmp_path / "pretrain_gpt.py").write_text("")
-    done = run(tmp_path, *flags, str(tmp_path / "pretrain_gpt.py"), "--num-layers", "2",
-               "--hidden-size", "8", "--num-attention-heads", "2", "--micro-batch-size", "1",
-               "--global-batch-size", "4")  # fmt: skip
-    assert done.returncode == 3, done.stderr
-    assert "scalai-run: megatron-core 9.1.0 was never tried" in done.stderr
-    assert "Traceback" not in done.stderr and "event=round" not in done.stderr
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    config = folder / "elastic.toml"
-    config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
-    flags = ["--nproc-per-node", "2", "--store-dir", str(folder / "store"), "--elastic"]
-    return subprocess.run(
-        [str(SCALAI_RUN), *flags, str(config), *arguments],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.fault
 @pytest.mark.turns
 def test_a_script_that_nothing_connects_is_told_so_once(tmp_path: Path) -> None:
     with agents_of(tmp_path, UNCONNECTED.format(steps=40, then=""), slots=2) as agents:

@@ -1,7 +1,9 @@
 """The coordinator with agents that answer at the test's word: who joins with which state, and what
 the job goes on from."""
 
+import argparse
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,11 @@ from scalai.core.tensors.fingerprint import CommitStatement
 from scalai.core.tensors.region import Box
 from scalai.launch import cli
 from scalai.launch.commands import job_commands
+from scalai.launch.commands import status as status_command
 from scalai.launch.commands.status import STANDS_S, await_change, lines, troubles
+from scalai.launch.config.endpoint import JobEnding
 from scalai.launch.coordinator import held_states
+from scalai.launch.coordinator.person_calls import Scale, Status
 from scalai.store.manifest import HostManifest, manifest_bytes
 from scalai.store.parts import without_rows
 from support.committed_parts import half, part
@@ -800,6 +805,107 @@ def test_the_status_tells_of_the_risk_and_why_hosts_are_idle(line: Line) -> None
     line.now += STANDS_S + 1.0
     status = {**line.status(), "is_training": False, "phase": "starting"}
     assert troubles(status)[0].startswith("starting for 10 min")
+
+
+@pytest.mark.fault
+def test_the_status_tells_of_the_last_refusal_who_asked_what_when_and_why(line: Line) -> None:
+    def told() -> tuple[str, str, str]:
+        found = line.status()["last_refusal"]
+        assert asked_at <= found["at"] <= time.time()
+        (text,) = [text for text in lines(line.status()) if text.startswith("last refusal")]
+        assert f"{found['who']} asked {found['asked']}: {found['why']}" in text
+        return found["who"], found["asked"], found["why"]
+
+    asked_at = time.time()
+    line.join("a").wait_for("start")
+    assert line.status()["last_refusal"] is None
+    with pytest.raises(UsageError):
+        line.ask(Scale(4, None, "tp7", dry_run=True))
+    assert line.status()["last_refusal"] is None, "it was only tried"
+    with pytest.raises(UsageError) as error:
+        line.ask(Scale(4, None, "tp7", dry_run=False))
+    assert told() == ("a person", "for --nproc 4 --degrees tp7", str(error.value))
+    with pytest.raises(UsageError, match="not waiting"):
+        line.resume(3)
+    assert told()[:2] == ("a person", "to resume generation 3")
+    with pytest.raises(UsageError) as error:
+        line.join("b", spec=line.spec_of(script="another.py"))
+    assert told() == ("host b", "to join", str(error.value))
+    with pytest.raises(UsageError):
+        line.ask(Status(job="another"))
+    assert told()[0] == "host b", "nothing was asked of this job"
+    assert len(line.logged("event=refused")) == 3
+
+
+ABSENT, CUT = PeerError("nobody listens there"), PeerError("it went away")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("answers", "ending", "code", "said"),
+    [
+        (
+            ["", ABSENT, CUT, ""],
+            JobEnding(0, "finished", 0.0),
+            0,
+            "exit code 0 (finished): finished",
+        ),
+        (
+            [""],
+            JobEnding(75, "saved at step 9", 0.0),
+            75,
+            "the same command goes on): saved at step",
+        ),
+        (
+            [""],
+            JobEnding(1, "no restart is left", 0.0),
+            1,
+            "exit code 1 (failed): no restart is left",
+        ),
+        (["", ""], None, None, "nobody has answered for"),
+        ([ABSENT], JobEnding(0, "finished", 0.0), None, ""),
+    ],
+)
+def test_a_watch_outlives_a_silence_and_ends_with_the_job(
+    answers: list[str | PeerError], ending: JobEnding | None, code: int | None, said: str,
+    line: Line, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Without an answer or an end, it stops after a while; at once where there was no job."""
+    line.join("a").wait_for("start")
+    status, left, silences = line.status(), iter(answers), 0
+
+    def ask() -> dict[str, Any]:
+        nonlocal silences
+        answer = next(left, ABSENT)
+        silences += isinstance(answer, PeerError)
+        if isinstance(answer, PeerError):
+            if silences > 4:
+                monkeypatch.setattr(status_command, "SILENT_S", -1.0)
+            raise answer
+        return {**status, "job": f"j{answer}"}
+
+    def ended() -> JobEnding | None:
+        return ending if silences > 2 else None
+
+    arguments = argparse.Namespace(watch=0.001)
+    if code is None:
+        with pytest.raises(PeerError):
+            status_command.show(arguments, ask, ended)
+    else:
+        assert status_command.show(arguments, ask, ended) == code
+    found = capsys.readouterr().out
+    assert said in found and found.count("job            j") == answers.count("")
+
+
+def test_a_watch_ends_with_a_job_whose_coordinator_still_answers(
+    line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line.join("a").wait_for("start")
+    with line.coordinator.lock:
+        line.live.end(3, "the state is refused")
+    arguments = argparse.Namespace(watch=60.0)
+    assert status_command.show(arguments, line.status, lambda: pytest.fail("it is known")) == 3
+    assert "exit code 3 (failed): the state is refused" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_possible", [False, True])

@@ -22,7 +22,7 @@ from scalai.launch.agent.link import CoordinatorLink, Health, Waits
 from scalai.launch.agent.link import RenewedChannel as CoordinatorLine
 from scalai.launch.coordinator.calls import (
     Bye,
-    Commanded,
+    CommandsDue,
     CoordinatorRequest,
     Join,
     Joined,
@@ -392,9 +392,9 @@ def test_an_exit_that_comes_late_is_no_exit_of_an_agent_that_has_joined_again() 
             case Poll() if request.incarnation == first[0]:
                 asked.set()
                 assert answers.wait(DEADLINE_S)
-                return Commanded(1, request.received + 1, (Named(Exit(0, "late")),), 0.1)
+                return CommandsDue(1, request.received + 1, (Named(Exit(0, "late")),), 0.1)
             case Poll():
-                return Commanded(1, request.received + 1, (Named(Drop(request.received)),), 0.1)
+                return CommandsDue(1, request.received + 1, (Named(Drop(request.received)),), 0.1)
             case Tell() | Bye():
                 raise StaleError("host 'a' is not in the job (any more).")
         return None

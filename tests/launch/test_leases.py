@@ -423,6 +423,27 @@ def test_where_a_host_does_not_come_it_stands_down(line: Line, tmp_path: Path) -
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_coordinator_whose_own_hosts_are_drained_leaves_its_place_where_others_can_have_it(
+    open_line: OpenLine, tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known only of a register that a person has named."""
+    monkeypatch.setattr(leases, "FOLLOWED_S", 0.1)  # nobody follows here
+    flags = (LEASE_FLAG, f"file:{tmp_path / 'lease'}") if is_named else ()
+    line = open_line("--nnodes", "1:3", "--settle-s", "0.2", *flags)
+    here = line.join("a", address=("127.0.0.1", 1))
+    there = line.join("b", address=("192.0.2.7", 1))
+    line.coordinator.lease = lease_of(line, tmp_path / "lease")
+    here.tell("leaving")
+    line.pass_time(10.0)
+    assert here.heard("exit") and there.heard("start") and not there.heard("exit")
+    assert (line.code == STOOD_DOWN) == is_named, line.log
+    found = owned(tmp_path / "lease").newest()
+    assert found is not None and found.is_free == is_named
+    assert len(line.logged("event=handed_over")) == is_named
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("is_of_another_run", [True, False])
 def test_a_coordinator_that_another_one_has_followed_ends(
     line: Line, tmp_path: Path, is_of_another_run: bool

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -43,7 +44,7 @@ from support.waiting import wait_until
 
 need("prometheus_client", "pip install 'scalai[metrics]'")
 
-from scalai.launch.coordinator.meters import CONTENT_TYPE, Meters  # noqa: E402
+from scalai.launch.coordinator.meters import CONTENT_TYPE, METERS, Meters  # noqa: E402
 
 MONITORING = Path(__file__).parents[2] / "configs" / "monitoring"
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
@@ -272,15 +273,24 @@ def test_every_metric_of_dashboard_and_rules_exists() -> None:
     assert len(names) > 20 and not names - known_names()
 
 
-def test_every_metric_is_on_the_page() -> None:
-    page = PAGE.read_text()
-    listed = named_in(page)
-    meters = Meters("j")
-    families = {
-        family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-        for family in meters.registry.collect()
+ROWS = re.compile(r"^\| (`scalai_[^|]*) \| (\w+) \|", re.MULTILINE)
+ENDINGS = {"counter": "_total", "info": "_info"}
+
+
+def test_the_page_has_every_metric_with_its_kind_and_labels() -> None:
+    listed = {
+        (name, kind, tuple(filter(None, labels.replace(" ", "").split(","))))
+        for names, kind in ROWS.findall(PAGE.read_text())
+        for name, _, labels in re.findall(r"`(\w+)({([^}]*)})?`", names)
     }
-    assert families <= listed and not listed - known_names() - families - {"scalai_"}
+    known = set()
+    for name, meter in METERS.items():
+        kind = meter.kind.__name__.lower()
+        labels = tuple(meter.labels)
+        if kind == "info":
+            labels = "version", "framework", "framework_version"
+        known.add((f"scalai_{name}{ENDINGS.get(kind, '')}", kind, labels))
+    assert listed == known
 
 
 def test_every_event_of_the_command_is_on_the_page() -> None:
@@ -358,6 +368,35 @@ def test_a_port_in_use_costs_a_line_and_is_tried_again(caplog: pytest.LogCapture
     wait_until(lambda: server.address == address, "it listens")
     assert get(server)[0] == 200 and caplog.text.count("event=metrics_failed") == 1
     server.close()
+
+
+@pytest.mark.fault
+def test_without_file_descriptors_it_pauses_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits, pauses = resource.getrlimit(resource.RLIMIT_NOFILE), list[float]()
+
+    def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return False
+
+    server = MetricsServer(("127.0.0.1", 0), lambda: b"x 1\n", CONTENT_TYPE)
+    scraper = socket.socket()
+    with scraper:
+        try:
+            wait_until(lambda: server.address, "it listens")
+            assert server._listener is not None and server.address is not None
+            server._listener._pause = pause
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            scraper.connect(server.address)
+            wait_until(lambda: len(pauses) >= 3, "it has paused")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caplog.text.count("event=metrics_failed") == 1
+        wait_until(lambda: get(server)[0] == 200, "a scraper is served")
+    server.close(DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- files
@@ -520,7 +559,7 @@ def test_an_order_is_carried_out_once_and_none_at_the_start(tmp_path: Path) -> N
             file.look()
 
     path.write_text("drain of-the-run-before")
-    file = ControlFile(path, obey)
+    file = ControlFile(path, obey, pytest.fail)
     look()
     assert not given
     path.write_text("drain a")
@@ -537,8 +576,8 @@ def test_an_order_is_carried_out_once_and_none_at_the_start(tmp_path: Path) -> N
 def test_what_is_no_file_of_orders_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "orders"
-    file = ControlFile(path, lambda order: pytest.fail("it is carried out"))
+    path, told = tmp_path / "orders", list[str]()
+    file = ControlFile(path, lambda order: pytest.fail("it is carried out"), told.append)
     for make in (
         lambda: os.mkfifo(path),
         lambda: path.symlink_to("/etc/passwd"),
@@ -547,10 +586,12 @@ def test_what_is_no_file_of_orders_is_said_once(
         lambda: [path.touch(), path.chmod(0o666)],  # type: ignore[func-returns-value]
     ):
         caplog.clear()
+        told.clear()
         make()
         for _ in range(4):
             file.look()
         assert caplog.text.count("event=control_refused") == 1, caplog.text
+        assert len(told) == 1 and told[0] in caplog.text
         path.unlink()
         file.look()
 

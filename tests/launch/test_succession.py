@@ -229,6 +229,16 @@ def test_a_durable_directory_of_ones_own_says_nothing_of_another_hosts_coordinat
     assert "is not seen there" in caplog.text
 
 
+def test_a_place_that_its_holder_has_left_is_taken_at_once(
+    tmp_path: Path, waits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "start_coordinator", lambda *given, **how: ELSEWHERE)
+    waits(CLAIM_S=600.0, JITTER_S=0.0)
+    spec, register = leased(tmp_path)
+    assert register.claim(LeaseEntry(7, *ELSEWHERE.address, is_free=True))
+    assert find(spec, ELSEWHERE, 7) is ELSEWHERE
+
+
 def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
     tmp_path: Path,
     waits: Callable[..., None],

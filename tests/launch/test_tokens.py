@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
@@ -51,17 +50,3 @@ def test_a_guess_costs_memory_and_what_is_heard_of_one_job_tells_nothing_of_anot
     """As RFC 7914 has it, by another library."""
     by_hand = Scrypt(salt=b"scalai 4\0j", length=32, n=1 << 14, r=8, p=1).derive(TOKEN.encode())
     assert job_key(TOKEN, "j") == by_hand.hex() != job_key(TOKEN, "k")
-
-
-@pytest.mark.parametrize("program", ["run", "cli"])
-def test_both_launchers_refuse_it(tmp_path: Path, program: str) -> None:
-    command = {
-        "run": ["--coordinator", "127.0.0.1:1", "--store-dir", str(tmp_path), __file__],
-        "cli": ["coordinator", "--listen", "127.0.0.1:0", "--", "script.py"],
-    }[program]
-    ended = subprocess.run(
-        [sys.executable, "-m", f"scalai.launch.{program}", *command],
-        env={**os.environ, TOKEN_VARIABLE: "short"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ended.returncode == 2, ended
-    assert "at least 16 are needed" in ended.stderr

@@ -24,10 +24,19 @@ FILES = {
     "bad.json": "{",
     "key.json": '{"train_batch_size": 4, "scalai": {"resizes": {}}}',
     "hosts": "elsewhere slots=2\n",
+    "untried/megatron/core/package_info.py": "MAJOR = 9\nMINOR = 1\nPATCH = 0\n",
+    "untried/pretrain_gpt.py": "",
 }
 RUN = "scalai-run --store-dir {0}/store"
 JOB = f"{RUN} --elastic e.toml"
 ALONE = f"{JOB} --standalone"
+GPT = (
+    "pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2 --micro-batch-size 1 "
+    "--global-batch-size 4"
+)
+FAULTS = "this job cannot be elastic:"
+"""A line for each follows."""
+UNTRIED = "megatron-core 9.1.0 was never tried"
 
 USES = (
     # ---------------------------------------------------------------- a slip of the keyboard
@@ -89,12 +98,19 @@ USES = (
     (f"{JOB} --replicas -1 ok.py", 2, "[store] replicas = -1; expected 0 or more"),
     (f"{JOB} --silent-s 1 ok.py", 2, "expected 3 or more seconds"),
     (f"{JOB} --health-check \"a 'b\" ok.py", 2, "expected a command, such as"),
+    (f"{JOB} --health-check 'nosuch --quick' ok.py", 2, "there is no executable 'nosuch' (in"),
+    (f"{JOB} --health-check {{0}}/ok.py ok.py", 2, "there is no executable '{0}/ok.py'"),
+    (f"{JOB} {GPT} --use-megatron-fsdp", 3, "--use-megatron-fsdp"),
+    (f"{JOB} untried/{GPT}", 3, UNTRIED),
+    (f"{JOB} --check-elastic untried/{GPT}", 3, UNTRIED),
+    (f"{RUN} --check-elastic untried/{GPT}", 3, UNTRIED),
     # ---------------------------------------------------------------- addresses
     (f"{RUN} --coordinator head ok.py", 2, "head is not HOST:PORT"),
     (f"{RUN} --coordinator fe80::1:1 ok.py", 2, "[ADDRESS]:PORT with an IPv6 address"),
     (f"{RUN} --coordinator head:99999 ok.py", 2, "a port is 65535 at most"),
     (f"{RUN} --coordinator 192.0.2.1:1 ok.py", 2, "is on another host; set SCALAI_JOB_TOKEN"),
     (f"SCALAI_JOB_TOKEN=abc {RUN} --coordinator 127.0.0.1:1 ok.py", 2, "has 3 characters"),
+    ("SCALAI_JOB_TOKEN=abc scalai coordinator --listen 127.0.0.1:0 -- ok.py", 2, "at least 16 are"),
     (f"{RUN} --coordinator 127.0.0.1:{{1}} ok.py", 1, "Address already in use"),
     (f"{RUN} --coordinator-lease foo ok.py", 2, "--coordinator-lease 'foo' is neither file:"),
     (f"{RUN} --port-range 1-x ok.py", 2, "--port-range: '1-x' is not LOW-HIGH, 1 to 65535"),
@@ -130,7 +146,7 @@ USES = (
     ("scalai plan --gpus x", 2, "--gpus: 'x' is no whole number of 1 or more"),
     ("scalai plan --gpus 8 --gpu rtx9999 --model e.toml", 3, "not in the table of devices"),
     ("scalai plan --gpus 8 -- nosuch.py --num-layers 2", 3, "state the model by --model"),
-    ("scalai clean --job nosuch --store-dir {0}/store", 2, "holds no job 'nosuch'"),
+    ("scalai clean --job nosuch --store-dir {0}/empty", 2, "no job 'nosuch', nor another one."),
 )  # fmt: skip
 """A command line ({0}: its folder, {1}: a port in use), its exit code, a part of its sentence."""
 
@@ -141,7 +157,7 @@ ALSO = "event=device"
 @pytest.mark.timeout(600)
 def test_a_wrong_use_is_one_sentence_with_its_exit_code(tmp_path: Path) -> None:
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "store").mkdir(mode=0o700)
     (tmp_path / "empty").mkdir()
@@ -152,8 +168,9 @@ def test_a_wrong_use_is_one_sentence_with_its_exit_code(tmp_path: Path) -> None:
     wrong = []
     for (line, code, says), ended in zip(USES, found, strict=True):
         said = [each for each in ended.said.splitlines() if ALSO not in each]
-        is_one = len(said) == 1 and said[0].startswith("scalai")
-        if not (is_one and ended.code == code and says.format(tmp_path) in said[0]):
+        is_one = len(said) == 1 or said[:1] == [f"scalai-run: {FAULTS}"]
+        is_one &= bool(said) and said[0].startswith("scalai") and "Traceback" not in ended.said
+        if not (is_one and ended.code == code and says.format(tmp_path) in "\n".join(said)):
             wrong.append(f"{line}\n  expected {code}: {says}\n  found {ended.code}: {ended.said}")
     assert not wrong, "\n".join(wrong)
     assert not list((tmp_path / "store").glob("*/*/workers.sock")), "nothing is left"

@@ -48,7 +48,7 @@ SHARED: list[Any] = [commands.Command, reports.Report, words.WorkerRequest]
 UNIONS: list[Any] = [
     *SHARED, calls.CoordinatorRequest, data_plane.Request, data_plane.Answer,
     asked.PersonCall,
-    words.Welcome | words.Source | WriteOrder | calls.Joined | calls.Commanded,
+    words.Welcome | words.Source | WriteOrder | calls.Joined | calls.CommandsDue,
 ]  # fmt: skip
 KINDS: list[Any] = list(dict.fromkeys(kind for union in UNIONS for kind in get_args(union)))
 

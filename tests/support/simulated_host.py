@@ -376,12 +376,13 @@ class SimulatedHost:
     # ------------------------------------------------------------------ the store
 
     def held_by(self, worker: Worker, number: int) -> Collection:
-        """Return what a rank holds: all, or every so-manieth tensor."""
+        """Return what a rank holds: all, its shard, or every so-manieth tensor."""
         current = self.agent.state
         found = next(r for r in (current.round, current.standby) if r is not None
                      and r.number == number)  # fmt: skip
         world = found.workers.placement.world_size
-        held = TENSORS if self.world.is_replicated else TENSORS[worker.rank :: world]
+        shards = self.world.shards or (1 if self.world.is_replicated else world)
+        held = TENSORS[worker.rank % shards :: shards]
         return Collection.of((tensor, whole(tensor.shape)) for tensor in held)
 
     def manifest(

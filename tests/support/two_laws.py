@@ -41,6 +41,8 @@ class World:
     folder: Any
     flags: tuple[str, ...] = ("--nnodes", "1:4", "--max-restarts", "9")
     is_replicated: bool = True
+    shards: int | None = None
+    """Parts of the state, each of which every so-manieth rank holds; None: as ``is_replicated``."""
     snapshot_every: int | str = 0
     is_async: bool = False
     """Whether snapshots on the way are written beside the training."""

@@ -36,6 +36,10 @@ from scalai.core.messages.actions import Action, Say, Send
 _PASSING = re.compile(r"Dist\w*Error|Connection|[Tt]im(?:ed ?|e)out|[Aa]ddress already in use")
 """Network errors, perhaps gone at a retry."""
 
+_CRASH = re.compile(r"was killed by SIG(SEGV|ILL|FPE)\b")
+"""Signals for a process's own instruction: a library does not fit. Others come from outside
+(SIGKILL), from a full memory (SIGBUS), or from checks of the surroundings (SIGABRT of NCCL)."""
+
 STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
 """Phases with steps of all present workers."""
 
@@ -87,7 +91,7 @@ def fail(
         job = replace(
             job, budget=replace(job.budget, tries=job.budget.tries + (is_changing or is_standstill))
         )
-    error = "" if is_loss or is_chance else _error_of_the_script(job, reason)
+    error = "" if is_loss else _error_of_the_script(job, reason, is_chance=is_chance)
     is_same, job = (
         bool(error) and error == job.budget.start_error,
         replace(job, budget=replace(job.budget, start_error=error)),
@@ -140,16 +144,18 @@ def _has_other(job: Job, reason: str) -> bool:
     return is_free and target is not None and not target.members & leaving(job)
 
 
-def _error_of_the_script(job: Job, reason: str) -> str:
+def _error_of_the_script(job: Job, reason: str, *, is_chance: bool) -> str:
     """Error of a script without a step so far, of its first rank alone and without its varying
     numbers; empty if its changing surroundings may be to blame."""
+    first = re.split(r"; rank \d+\b", reason, maxsplit=1)[0]  # how many are seen ended is chance
     kind = kind_of(reason)
     is_own = kind.startswith(("the script", "exit ")) and not _PASSING.search(reason)
     newest = job.newest_generation
     has_stepped = job.change.ran is not None or (newest is not None and newest.step > 0)
-    if has_stepped or job.phase is not Phase.STARTING or not is_own:
+    if has_stepped or job.phase is not Phase.STARTING:
         return ""
-    first = re.split(r"; rank \d+\b", reason, maxsplit=1)[0]  # how many are seen ended is chance
+    if not (_CRASH.search(first) if is_chance else is_own):
+        return ""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", first)
 
 

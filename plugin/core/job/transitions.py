@@ -456,7 +456,8 @@ def next_phase(job: Job) -> Result:
     if job.phase is Phase.STOPPING:
         return _start_round(job)
     if job.phase is Phase.SAVING:
-        saved = "saved to the durable directory; the same command resumes from there"
+        at = "" if job.newest_generation is None else f" at step {job.newest_generation.step}"
+        saved = f"saved to the durable directory{at}; the same command resumes from there"
         return end(job, RESUMABLE, saved)
     assert job.phase is Phase.STARTING, job.phase
     # Until the function is judged, the job may still go back.

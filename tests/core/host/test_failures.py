@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -107,6 +108,36 @@ def test_the_furthest_step_is_written_that_is_whole(train: Train) -> None:
         worker.step = step + 1  # it has ended an update that the others had only begun
     world.go_on(120.0)
     assert begun_at(world) == step + 1, world.log
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("shards", [1, 2])
+def test_of_all_steps_at_which_survivors_may_stand_the_furthest_whole_one_is_gone_on_from(
+    train: Train, shards: int
+) -> None:
+    """Of four ranks one is killed; each other one stands at the last step, has just made one more,
+    or is in an update. Survivors at one step that hold all of it are always believed; where no step
+    is whole, the newest generation counts."""
+    world = train(shards=shards, flags=("--nnodes", "1:4", "--max-restarts", "1000"))
+    for stands in product((0, 1, None), repeat=3):
+        world.go_on(30.0)
+        _, step = world.furthest()
+        newest = world.live.state.newest_generation
+        assert newest is not None and step > newest.step, world.log[-20:]
+        alive = [worker for host in "ab" for worker in workers(world, host)][1:]
+        for worker, more in zip(alive, stands, strict=True):
+            worker.is_torn, worker.step = more is None, step + (more or 0)
+        world.kill_worker("a", 0)
+        world.go_on(180.0)
+        held = {more: {1 + at for at, each in enumerate(stands) if each == more} for more in (0, 1)}
+        whole = [
+            step + more
+            for more, ranks in held.items()
+            if {rank % shards for rank in ranks} == set(range(shards))
+        ]
+        expected = max(whole, default=newest.step)
+        assert begun_at(world) == expected, (stands, world.log[-30:])
+        assert whole or stands not in ((0, 0, 0), (1, 1, 1)), "survivors at one step are believed"
 
 
 def test_shards_of_two_steps_are_no_state(train: Train) -> None:

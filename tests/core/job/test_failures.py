@@ -124,14 +124,27 @@ def test_a_script_that_raises_the_same_before_its_first_step_again_ends_the_job(
 
 
 @pytest.mark.fault
+def test_a_library_that_crashes_twice_before_the_first_step_ends_the_job() -> None:
+    job = fail_start(starting(), "rank 0 was killed by SIGSEGV", is_chance=True)
+    assert job.phase is Phase.STARTING and job.budget.left == 4
+    again = "rank 1 was killed by SIGSEGV; rank 0 was killed by SIGTERM"
+    report = reports.WorkersFailed(job.round, again, is_chance=True)
+    ((code, reason),) = exits(advance_all(job, *told("a", report))[1])
+    assert code == 1 and "no step was ever made" in reason
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("rank 0: KeyError: 'a'", "rank 0: KeyError: 'b'"),
         ("rank 0: DistNetworkError: lost",) * 2,
         ("rank 0 was killed by SIGKILL",) * 2,
+        ("rank 0 was killed by SIGABRT",) * 2,
+        ("rank 0 was killed by SIGKILL; rank 1 was killed by SIGSEGV",) * 2,
+        ("rank 0 was killed by SIGSEGV", "rank 0 exited with 1"),
     ],
-    ids=["another error", "a network", "a signal"],
+    ids=["another error", "a network", "a signal", "a check", "an outer signal", "another end"],
 )
 def test_what_may_be_well_the_next_time_is_tried_within_the_budget(first: str, second: str) -> None:
     job = starting()
