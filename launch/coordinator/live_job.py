@@ -115,7 +115,8 @@ class LiveJob:
         """Step at which the present round began; -1: another coordinator began it."""
         self.steps_made = 0
         """Steps seen so far, repeated ones included."""
-        self._interface = interface
+        self.machine = interface
+        """Address of this machine, as of its agents."""
         self._judge = Judge(self.generations, self.members, self.commit, self.log)
         self._starter = Starter(self, interface, stores, lock)
         took_over_at = clock() if is_successor else None
@@ -546,7 +547,7 @@ class LiveJob:
         hosts, is_alone = frozenset(leaving), self._is_alone()
         code = self.spec.options.drained_exit_code
         reasons = {
-            host: drained(self.members, host, hosts, self._interface, stays=is_alone)
+            host: drained(self.members, host, hosts, self.machine, stays=is_alone)
             for host in leaving
         }
         for host, reason in reasons.items():

@@ -100,8 +100,7 @@ class Coordinator(Desk):
         except PeerError:
             self._stores.end()
             raise
-        self._machine = str(self._server.address[0])
-        """Address of this machine, as of its agents: a name may stand in the command line."""
+        self.live.machine = str(self._server.address[0])  # the command line may have a name
 
     def may_retire(self) -> bool:
         return self.owns is None or self.owns.is_fresh()
@@ -254,7 +253,7 @@ class Coordinator(Desk):
             return False
         if live.state.phase is not Phase.RUNNING or live.state.takeover.pending is not None:
             return False
-        if self._alone_s == math.inf or not live.members.has_left(self._machine):
+        if self._alone_s == math.inf or not live.members.has_left(live.machine):
             return False
         live.log(
             "event=handed_over This machine's hosts are drained: another host takes this "
