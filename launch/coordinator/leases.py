@@ -216,12 +216,13 @@ class Lease:
             last.join(FOLLOWED_S if is_free else 3 * ASK_S)  # a hung disk delays nobody
 
     def _leave(self, entry: LeaseEntry) -> None:
+        end = time.monotonic() + FOLLOWED_S
         with self._writing:
             try:
                 self.register.renew(entry)
                 # Meanwhile this machine refuses calls: where it is gone, they would go unanswered.
                 while entry.is_free and (newest := self.register.newest()) is not None:
-                    if newest.term > entry.term:
+                    if newest.term > entry.term or time.monotonic() > end:
                         break
                     time.sleep(LOOK_S)
             except PeerError as error:

@@ -369,7 +369,8 @@ def test_the_room_for_further_workers_is_measured(worker: int) -> None:
     action = StartGroup(wanted(2, 0, 3), is_standby=True, on_devices=True, has_brink=True)
     room = room_beside([worker, os.getpid(), GONE], action, [7 << 30, 6 << 30])
     assert MEGABYTES << 20 <= private_bytes(worker) < (MEGABYTES + 50) << 20
-    assert room.used == max(map(private_bytes, [worker, os.getpid()]))
+    # This process allocates between two looks.
+    assert abs(room.used - max(map(private_bytes, [worker, os.getpid()]))) < 16 << 20
     assert room.workers == 3 and room.device_free == 3 << 30, "two of them share a device"
     assert room.on_devices and room.has_brink and 0 < room.free <= psutil.virtual_memory().total
     nothing = room_beside([GONE], action, [])
