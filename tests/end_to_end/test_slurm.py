@@ -202,8 +202,9 @@ def test_an_array_grows_and_shrinks_and_the_next_task_takes_a_lost_ones_place(
         _throttle(cluster, array, 3)
         cluster.wait_for_world(3)
         _throttle(cluster, array, 2)
-        # Slurm 22.05 sends the signal to this task, and then says that it could not.
-        cluster.run("scancel", "--signal=USR1", f"{array}_1", check=False)
+        # Slurm 22.05 sends the signal to this task, and then says that it could not, or tries on.
+        signalling = ("timeout", "20", "scancel", "--signal=USR1", f"{array}_1")
+        cluster.run(*signalling, check=False)
         cluster.wait_for_world(2)
         cluster.wait_until(lambda: f"{array}_1" not in cluster.queue(), "task 1 has left")
         assert cluster.queue()[f"{array}_3"] == "PENDING", "it would take the place of task 1"
