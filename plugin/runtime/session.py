@@ -57,7 +57,6 @@ from scalai.runtime.consumption import LEDGER, Consumption, Contradiction
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.emergency_writer import watch_collectives
 from scalai.runtime.failpoints import here, reached
-from scalai.runtime.groups import touch_groups
 from scalai.runtime.live import (
     Get,
     LiveState,
@@ -537,8 +536,6 @@ class Session:
         them, without storage, up to ``attach``: it may not compute values from them.
         """
         self._has_brink = True
-        if self.is_standby:
-            touch_groups()
         if self.is_at_brink and self._unstored is None:
             self._unstored = UnstoredBuild()
             self._unstored.begin()

@@ -30,6 +30,7 @@ def test_a_job_without_restarts_ends_and_the_same_command_goes_on(tmp_path: Path
     with tiny_agents(tmp_path, REPLICAS, nodes="1") as agents:
         agents.start("a")
         agents.wait_for_all(2)
+        agents.wait_for_step(agents.lines()[-1]["step"] + 5)
         agents.kill_worker(1)
         assert agents.exit_code("a") == 1, agents.logs()
         made = agents.lines()[-1]["step"]
