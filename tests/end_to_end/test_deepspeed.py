@@ -50,6 +50,7 @@ def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("stage", "models", "spilled"),
     [(2, "4", [True, False]), (3, "1.8", [True, True])],
@@ -96,6 +97,7 @@ def test_every_stage_goes_through_four_changes_of_dp(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script asks for two stages; the block says on how many ranks there are others, which may
     be uneven. Each change is proven to compute the same, and one rank, which does not, is left
@@ -123,6 +125,7 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_script_that_counts_its_steps_makes_none_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +150,7 @@ def test_a_script_that_counts_its_steps_makes_none_twice(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +168,7 @@ def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +199,7 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_stages_between_which_fp16_would_fork_are_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +269,7 @@ def test_a_worker_may_die_at_every_place_of_a_change(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.fault
 @pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -295,6 +302,7 @@ def release(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_other_versions_go_through_other_dps_and_stages(
     release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def status(agents: Agents) -> Any:
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.timeout(600)
 def test_orders_by_a_file_change_and_save_a_job(tmp_path: Path) -> None:
     orders, durable = tmp_path / "orders", tmp_path / "durable"

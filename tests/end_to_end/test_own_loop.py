@@ -133,6 +133,7 @@ def measured_job(folder: Path, micro_batch: int, nodes: str) -> Agents:
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(tmp_path: Path) -> None:
     with measured_job(tmp_path, 2, "2") as agents:
         agents.start("a")
@@ -149,6 +150,7 @@ def test_a_slower_replica_has_a_smaller_share_from_the_next_change_on(tmp_path: 
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_replica_that_is_fast_again_gets_its_share_back_at_the_next_change(
     tmp_path: Path,
 ) -> None:

@@ -114,6 +114,7 @@ def jobs() -> Iterator[list[Job]]:
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.skipif(
     megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
 )
@@ -186,6 +187,7 @@ ZERO = {
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.parametrize("case", ZERO.values(), ids=ZERO)
 def test_a_deepspeed_job_with_uneven_shares_learns_what_one_rank_does(
     case: ZeroCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +209,7 @@ def test_a_deepspeed_job_with_uneven_shares_learns_what_one_rank_does(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_pipeline_of_deepspeed_with_uneven_shares_learns_what_one_rank_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +229,7 @@ def test_a_pipeline_of_deepspeed_with_uneven_shares_learns_what_one_rank_does(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.fault
 def test_a_worker_is_killed_while_shares_are_uneven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -260,6 +264,7 @@ MEASURED = {"planner": "shares = 'measured'"}
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.skipif(
     megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
 )
@@ -328,6 +333,7 @@ def test_a_slower_replica_of_pretrain_gpt_has_a_smaller_share_from_the_next_chan
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 def test_a_slower_replica_of_a_deepspeed_pipeline_has_a_smaller_share_from_the_next_change_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

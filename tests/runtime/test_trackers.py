@@ -91,6 +91,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.timeout(600)
 def test_each_round_is_noted_beside_the_scripts_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

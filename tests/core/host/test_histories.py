@@ -386,7 +386,9 @@ def so_many(examples: int, **given: Any) -> settings:
 
 TestHistories = Histories.TestCase
 TestHistories.settings = so_many(16, stateful_step_count=20)
-TestDiskHistories = pytest.mark.fault(pytest.mark.campaign(DiskHistories.TestCase))
+TestDiskHistories = pytest.mark.fault(
+    pytest.mark.campaign(pytest.mark.turns(DiskHistories.TestCase))
+)
 TestDiskHistories.settings = so_many(8, stateful_step_count=20)
 
 
