@@ -169,9 +169,9 @@ def test_the_base_trains_as_it_is(tmp_path: Path) -> None:
     """With its own script and configuration: a read-only root takes what frameworks write."""
     with Cluster(tmp_path, built(BASE)) as job:
         job.job["spec"] |= {"parallelism": 2, "completions": 2}
-        job.wait_until(lambda: re.search(r"event=started .*degrees=TP1·PP2·DP1", job.text()), "2")
+        job.wait_until(lambda: re.search(r"event=started .*TP1·PP2·DP1", job.text()), "2")
         job.job["spec"] |= {"parallelism": 1, "completions": 1}
         removed = job.pod(1)
-        job.wait_until(lambda: re.search(r"event=resized .*degrees=TP1·PP1·DP1", job.text()), "1")
+        job.wait_until(lambda: re.search(r"event=resized .*TP1·PP1·DP1", job.text()), "1")
         assert job.wait_for_end(removed) == 76, job.logs()
         assert job.state.failed == 0

@@ -108,8 +108,10 @@ class Submitted(SlurmCluster):
         self.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
 
     def begin_now(self, job: str) -> None:
-        """Do not wait for the two minutes after which Slurm begins a job again."""
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        """Do not wait for the two minutes after which Slurm begins a job again.
+
+        A node refuses to begin it in the second in which it has ended the job before."""
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def text(self) -> str:
         """Return all that the job has printed."""
