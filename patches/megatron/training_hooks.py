@@ -198,6 +198,8 @@ class TrainingHooks:
         self._is_reduced = False
         self._asked: Json = None
         self._start_wandb: Call | None = None
+        self._makes_data_sets: Call | None = None
+        self._data_sets: Any = None
         self._saves = AsyncSaves()
         self.draws = TrainingDraws()
 
@@ -205,8 +207,10 @@ class TrainingHooks:
         self._training = training
         self._decide_signature = inspect.signature(training.checkpoint_and_decide_exit)
         for name, hook in (
+            ("pretrain", self.pretrain),
             ("setup_model_and_optimizer", self.setup_model_and_optimizer),
             ("get_optimizer_param_scheduler", self.build_scheduler),
+            ("build_train_valid_test_datasets", self.build_data_sets),
             ("build_train_valid_test_data_iterators", self.build_data_iterators),
             ("train_step", self.train_step),
             ("checkpoint_and_decide_exit", self.checkpoint_and_decide_exit),
@@ -223,6 +227,11 @@ class TrainingHooks:
         self._start_wandb = global_vars._set_wandb_writer
         global_vars._set_wandb_writer = lambda args: None
 
+    def pretrain(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        makes = args[0] if args else kwargs.get("train_valid_test_dataset_provider")
+        self._makes_data_sets = makes
+        return wrapped(*args, **kwargs)
+
     def setup_model_and_optimizer(
         self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
     ) -> Any:
@@ -236,6 +245,7 @@ class TrainingHooks:
             self._saves.begin(session)
         self._keep_first_degrees(job)
         is_restoring = self._is_generation_newer(job)
+        self._open_data_sets(job)
         # Else it would read a checkpoint that is overwritten.
         with without(job, LOADED_FROM) if is_restoring else nullcontext():
             session.begin_build()
@@ -285,6 +295,25 @@ class TrainingHooks:
             watch = self.draws.newest
             self._ledger.count(iterators, lambda: watch is not None and watch.is_filler)
         return iterators
+
+    def _open_data_sets(self, job: Any) -> None:
+        """Open the data sets before the old workers of a change stop: many of them take long.
+
+        Every round does so before its ranks wait for each other in ``attach``: their processes meet
+        in barriers there. Stages of a virtual pipeline have data sets of their own, and those of a
+        phase depend on the progress that ``attach`` restores.
+        """
+        makes = self._makes_data_sets
+        has_others = job.virtual_pipeline_model_parallel_size or getattr(
+            job, "phase_transition_iterations", None
+        )
+        if getattr(makes, "is_distributed", False) and not has_others:
+            self._data_sets = self._training.build_train_valid_test_datasets(makes)
+
+    def build_data_sets(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        opened, self._data_sets = self._data_sets, None
+        is_first = opened is not None and args == (self._makes_data_sets,) and not kwargs
+        return opened if is_first else wrapped(*args, **kwargs)
 
     def train_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         if self._session.is_to_prove:

@@ -117,6 +117,7 @@ class FakeTraining:
             **COUNTERS, load=None, rank=0, world_size=1, seed=1, finetune=False,
             pretrained_checkpoint=None, global_batch_size=4, train_iters=9, bf16=False, fp16=False,
             micro_batch_size=2, data_parallel_size=1, tensorboard_dir="no such folder",
+            virtual_pipeline_model_parallel_size=None,
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
@@ -147,6 +148,13 @@ class FakeTraining:
 
     def get_optimizer_param_scheduler(self, optimizer: Any) -> Any:
         return "scheduler"
+
+    def pretrain(self, provider: Any, model_provider: Any) -> None:
+        self.setup_model_and_optimizer(model_provider, "type")
+        self.given = [self.build_train_valid_test_datasets(provider) for _ in range(2)]
+
+    def build_train_valid_test_datasets(self, provider: Any) -> Any:
+        return provider()
 
     def build_train_valid_test_data_iterators(self, provider: Any) -> Any:
         return None, None, None
@@ -198,6 +206,30 @@ def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
         "padded_vocab_size": 128, "arguments": {"global_batch_size": 4}, "first_share": [2, 1],
     }  # fmt: skip
     assert framework.loaded_from == [None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "are_opened"),
+    [
+        ({}, [False, True]),
+        ({"virtual_pipeline_model_parallel_size": 2}, [True, True]),
+        ({"phase_transition_iterations": [3]}, [True, True]),
+    ],
+)
+def test_data_sets_are_opened_before_the_ranks_of_a_change_wait(
+    arguments: dict[str, Any], are_opened: list[bool]
+) -> None:
+    """Once; those of a phase and of a virtual stage where Megatron-LM opens them. ``are_opened``:
+    whether the job was under way as each of two requests was answered."""
+    session = FakeSession(restorable_step=10)
+    framework = hooked(session, is_set_up=False, **arguments)
+
+    def provider() -> bool:
+        return bool(session.attached)
+
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    framework.pretrain(provider, "model")
+    assert framework.given == are_opened
 
 
 @pytest.mark.parametrize(
