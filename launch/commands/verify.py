@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from scalai.converters.between.mapping import find_mapping, read_mapping
+from scalai.converters.between.mapping import find_mapping, named_mapping
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.model_config import (
     config_arguments,
@@ -133,7 +133,7 @@ def _open(args: argparse.Namespace) -> list[Checkpoint]:
     found = [open_checkpoint(path, options) for path in (args.one, args.two) if path is not None]
     if args.mapping is None:
         return found
-    mapping, heads = read_mapping(find_mapping(args.mapping)), Heads()
+    mapping, heads = named_mapping(args.mapping), Heads()
     for checkpoint in found:
         heads = heads.or_else(heads_of(checkpoint))
     return [
