@@ -29,6 +29,7 @@ from scalai.converters.between.translation import (
     INVENTED,
     LEFT_OUT,
     Links,
+    has_own_modules,
     heads_of,
     in_our_names,
     in_their_names,
@@ -299,10 +300,9 @@ def _with_config(source: Checkpoint, ours: Checkpoint, mapping: NameMapping) -> 
 
 def _is_local(reference: JobReference | None) -> bool:
     """Tell whether the target's layers are made of Megatron's own modules."""
-    if reference is None:
-        return False
-    known = {} if reference.checkpoint is None else reference.checkpoint.values.extra
-    return bool(known.get("is_local", reference.arguments.get("transformer_impl") == "local"))
+    if reference is not None and reference.checkpoint is not None:
+        return has_own_modules(reference.checkpoint.values)
+    return reference is not None and reference.arguments.get("transformer_impl") == "local"
 
 
 def _heads(source: Checkpoint, request: TargetRequest) -> Heads:

@@ -261,17 +261,13 @@ def _window(config: Config) -> Iterator[str]:
 def _notes(config: Config, found: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iterator[str]:
     flags = [_flag(name, found[name]) for name in FLAGS
              if name in found and not _is_equal(found[name], FLAGS[name])]  # fmt: skip
-    flags += ["--qk-layernorm"] * bool(shaped.get("qk_layernorm"))
+    for name in ("qk_layernorm", "moe_shared_expert_gate"):
+        flags += [_flag(name, True)] * bool(shaped.get(name))
     if config.get("model_type") == "gemma":
         yield (
             "Gemma needs a script that makes its GPTModel: no flags of Megatron-LM are for its "
             "GELU by tanh in a gated MLP (gated_linear_unit, activation_func) and its embeddings "
             "times the root of hidden_size; norms are by --apply-layernorm-1p"
-        )
-    if shaped.get("moe_shared_expert_gate"):
-        yield (
-            "the expert for all tokens has a gate: Megatron-LM has no flag for it, give "
-            "SharedExpertMLP gate=True in the script's layer spec"
         )
     if flags:
         yield (

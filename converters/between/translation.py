@@ -17,6 +17,7 @@ from scalai.converters.checkpoint import (
     Checkpoint,
     FilePiece,
     PlacedTensors,
+    Values,
     parameters_of,
     place,
 )
@@ -83,6 +84,12 @@ def heads_of(source: Checkpoint) -> Heads:
     return argument_heads(source.values.arguments or {}).or_else(
         Heads(number, config.get("num_key_value_heads"))
     )
+
+
+def has_own_modules(values: Values) -> bool:
+    """Tell whether Megatron's layers are made of its own modules (``--transformer-impl local``)."""
+    given = (values.arguments or {}).get("transformer_impl") == "local"
+    return bool(values.extra.get("is_local", given))
 
 
 def _shapes(source: Checkpoint) -> dict[str, Shape]:

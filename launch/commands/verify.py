@@ -13,7 +13,12 @@ from scalai.converters.between.model_config import (
     contradictions,
     unknown_notes,
 )
-from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
+from scalai.converters.between.translation import (
+    has_own_modules,
+    heads_of,
+    in_our_names,
+    is_in_our_names,
+)
 from scalai.converters.checkpoint import CONFIG, Checkpoint, ReadOptions, parameters_of
 from scalai.converters.checksums import count_checksums
 from scalai.converters.consistency import compare, find_repeats, verify
@@ -136,7 +141,10 @@ def _open(args: argparse.Namespace) -> list[Checkpoint]:
     mapping, heads = named_mapping(args.mapping), Heads()
     for checkpoint in found:
         heads = heads.or_else(heads_of(checkpoint))
+    is_local = any(has_own_modules(one.values) for one in found)
     return [
-        one if is_in_our_names(one, mapping) else in_our_names(one, mapping, heads)[0]
+        one
+        if is_in_our_names(one, mapping)
+        else in_our_names(one, mapping, heads, is_local=is_local)[0]
         for one in found
     ]

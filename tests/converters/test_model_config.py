@@ -258,6 +258,24 @@ def test_a_copy_of_the_embedding_is_left_out(tmp_path: Path) -> None:
     assert run("verify", source, tmp_path / "out", "--mapping", "llama") == 0
 
 
+def test_a_config_says_enough_for_megatron_and_comes_back(tmp_path: Path, capsys: Capsys) -> None:
+    source = saved(tmp_path / "hf", tensors(), rope_theta=500.0)
+    there, back = tmp_path / "mg", tmp_path / "back"
+    assert run("reshard", source, there, "--to", "torch_dist", "--mapping", "mistral") == 0
+    assert "stays padded to 16 rows" in capsys.readouterr().out
+    written = open_checkpoint(there).values.arguments
+    assert written is not None and written["num_attention_heads"] == 2
+    assert run("reshard", there, back, "--to", "safetensors", "--mapping", "mistral") == 0
+    config = json.loads((back / "config.json").read_text())
+    assert config["model_type"] == "mistral" and config["tie_word_embeddings"]
+    assert config["rope_parameters"]["rope_theta"] == 500.0
+    assert run("verify", source, back) == 0
+    # A config's rows may be padded, so that they do not say how many are of tokens.
+    again = "--mapping", "mistral", "--repad", "32"
+    assert run("reshard", there, tmp_path / "more", "--to", "safetensors", *again) == 3
+    assert "vocab_size under [megatron]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("missing", "config", "words"),
     [

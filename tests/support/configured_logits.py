@@ -67,8 +67,12 @@ SIZES = {"mixtral": ["--ep", "2"], "qwen2_moe": ["--ep", "2"], "qwen3_moe": ["--
 
 
 def reshard(source: Path, target: Path, *flags: str) -> None:
+    command("reshard", source, target, "--workers", "1", *flags)
+
+
+def command(name: str, source: Path, target: Path, *flags: str) -> None:
     try:
-        cli.main(["reshard", str(source), str(target), "--workers", "1", *flags])
+        cli.main([name, str(source), str(target), *flags])
     except SystemExit as ended:
         assert not ended.code, ended.code
 
@@ -91,7 +95,7 @@ def built(a: argparse.Namespace) -> Any:
         "moe_router_topk": a.moe_router_topk, "moe_router_pre_softmax": a.moe_router_pre_softmax,
         "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
         "moe_shared_expert_intermediate_size": a.moe_shared_expert_intermediate_size,
-        "moe_layer_freq": a.moe_layer_freq,
+        "moe_shared_expert_gate": a.moe_shared_expert_gate, "moe_layer_freq": a.moe_layer_freq,
     }  # fmt: skip
     config = TransformerConfig(
         num_layers=a.num_layers, hidden_size=a.hidden_size, kv_channels=a.kv_channels,
@@ -109,8 +113,6 @@ def built(a: argparse.Namespace) -> Any:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=a.normalization
     )
-    for layer in spec.layer_specs if getattr(a, "moe_shared_expert_gate", False) else ():
-        layer.submodules.mlp.submodules.shared_experts.params = {"gate": True}
     model: Any = GPTModel(
         config, spec, a.padded_vocab_size, 16,
         position_embedding_type=a.position_embedding_type,
@@ -169,6 +171,7 @@ def there_and_back(folder: Path, mapping: str, config: Any, *flags: str) -> tupl
             str(folder / "job.toml"), "--tp", "2", "--pp", "2", *flags)  # fmt: skip
     reshard(folder / "ranks", folder / "mg", "--to", "torch_dist", "--tp", "1", "--pp", "1",
             "--ep", "1", "--etp", "1")  # fmt: skip
+    command("verify", folder / "hf", folder / "mg", "--mapping", mapping)
     ours, arguments = loaded(folder / "mg")
     there = apart(ours, theirs)
     randomized(ours, 12)
