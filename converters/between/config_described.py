@@ -20,6 +20,8 @@ Arguments = Mapping[str, Any]
 _WITH_QUERY_NORMS = {"qwen3", "qwen3_moe"}
 _WITH_BIASES = {"qwen2", "qwen2_moe"}
 """Classes with biases of queries, keys and values alone."""
+_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe"}
+_WITH_ALL_BIASES = {"gpt2", "gpt_neox", "llama"}
 _DEFAULTS: Arguments = {
     **FLAGS, "rotary_base": 10000, "rotary_percent": 1.0, "attention_dropout": 0.1,
     "hidden_dropout": 0.1, "moe_router_topk": 2, "moe_router_pre_softmax": False,
@@ -35,15 +37,18 @@ def described_config(source: Checkpoint, mapping: NameMapping) -> tuple[dict[str
         mapping: Its classes are the candidates, in order.
     """
     known = source.values.arguments
-    if not known or known.get("num_attention_heads") is None or not mapping.classes:
+    if not mapping.classes:
+        return {}, []
+    if not known or known.get("num_attention_heads") is None:
         return {}, ["config.json is not written: the source has no Megatron arguments"]
     shaped = shape_arguments(parameters_of(source), known["num_attention_heads"])
     arguments = {**_DEFAULTS, **known, **{n: v for n, v in shaped.items() if v is not None}}
     if "swiglu" in known:
         arguments["swiglu"] = known["swiglu"]
-    fitting = [kind for kind in mapping.classes if _fits(kind, arguments, mapping)]
+    fitting = [kind for kind in mapping.classes if _fits(kind, arguments)]
     if not fitting:
-        return {}, [f"config.json is not written: {_named(mapping)} have no such biases or norms"]
+        names = ", ".join(mapping.classes.values())
+        return {}, [f"config.json is not written: not of these biases, norms and experts: {names}"]
     config = {
         "architectures": [mapping.classes[fitting[0]]], **_config(fitting[0], arguments, source)
     }  # fmt: skip
@@ -57,19 +62,16 @@ def described_config(source: Checkpoint, mapping: NameMapping) -> tuple[dict[str
     return config, [f"config.json is of {mapping.classes[fitting[0]]}, by Megatron's arguments"]
 
 
-def _named(mapping: NameMapping) -> str:
-    return " and ".join(mapping.classes.values())
-
-
-def _fits(kind: str, arguments: Arguments, mapping: NameMapping) -> bool:
+def _fits(kind: str, arguments: Arguments) -> bool:
     """Whether a class has the norms, biases and experts of these tensors."""
     has_norms, has_all = arguments["qk_layernorm"], arguments["add_bias_linear"]
     has_some = arguments["add_qkv_bias"] and not has_all
     return (
         has_norms == (kind in _WITH_QUERY_NORMS)
         and has_some == (kind in _WITH_BIASES)
-        and not (has_all and kind in ("mistral", "mixtral"))
-        and (kind != "qwen2_moe") == (arguments.get("moe_shared_expert_intermediate_size") is None)
+        and (not has_all or kind in _WITH_ALL_BIASES)
+        and bool(arguments.get("num_experts")) == (kind in _WITH_EXPERTS)
+        and (kind == "qwen2_moe") == bool(arguments.get("moe_shared_expert_gate"))
     )
 
 
@@ -101,7 +103,7 @@ def _config(kind: str, a: Arguments, source: Checkpoint) -> dict[str, Any]:
         "num_attention_heads": a["num_attention_heads"],
         "rope_parameters": _rope(a),
         "attention_dropout": a["attention_dropout"],
-        "attention_bias": bool(a["add_bias_linear"]),
+        "attention_bias": a["add_bias_linear"],
     }
     if kind == "gpt_neox":
         return {
@@ -117,7 +119,7 @@ def _config(kind: str, a: Arguments, source: Checkpoint) -> dict[str, Any]:
     if kind == "mistral":
         config["sliding_window"] = None
     if kind == "llama":
-        config["mlp_bias"] = bool(a["add_bias_linear"])
+        config["mlp_bias"] = a["add_bias_linear"]
     return {**config, **_experts(kind, a)} if a.get("num_experts") else config
 
 

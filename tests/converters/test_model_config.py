@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scalai.converters.between.config_described import described_config
-from scalai.converters.between.mapping import named_mapping
+from scalai.converters.between.mapping import find_mapping, named_mapping, read_mapping
 from scalai.converters.between.megatron_described import shape_arguments, whole_arguments
 from scalai.converters.between.model_config import config_arguments, contradictions
 from scalai.converters.checkpoint import parameters_of
@@ -183,6 +183,28 @@ def test_a_written_config_makes_the_model_of_megatrons_arguments(
         if kind != "gpt2" or "window_size" in other:
             none, (why,) = written(**other)
             assert not none and "is not written" in why and next(iter(other)) in why
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("llama", llama(biases=True)),
+        ("qwen3", llama()),
+        ("mistral", with_query_norms(llama())),
+        ("qwen3_moe", with_query_norms(routed(is_shared=True))),
+        ("qwen2_moe", {n: s for n, s in routed(is_shared=True).items() if "gate_w" not in n}),
+    ],
+)
+def test_a_class_without_these_tensors_gets_no_config(kind: str, shapes: Shapes) -> None:
+    source = state(shapes=shapes)
+    known = whole_arguments(shape_arguments(parameters_of(source), HEADS), {}, 0, 0)
+    source = replace(source, values=replace(source.values, arguments=known))
+    found, (why,) = described_config(source, named_mapping(kind))
+    assert not found and "not of these biases, norms and experts" in why
+    found, _ = described_config(source, read_mapping(find_mapping("llama")))
+    assert found.get("model_type") == {"llama": "qwen2", "mistral": "qwen3", "qwen3": "llama"}.get(
+        kind
+    )
 
 
 # Whole conversions of a small Llama.
