@@ -5,7 +5,7 @@ Readers check their own formats; paths, sizes and small files are the same for a
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,8 +82,8 @@ def layers_of(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     return layers
 
 
-def short_layer(names: Iterable[str], *, is_usual: bool = False) -> str | None:
-    """Return a tensor missing in one layer and present in another, by its place. A layer with
+def short_layers(names: Iterable[str], *, is_usual: bool = False) -> Iterator[str]:
+    """Yield tensors missing in one layer and present in another, by their place. A layer with
     something of its own, as experts beside dense layers, lacks nothing.
 
     Args:
@@ -97,9 +97,7 @@ def short_layer(names: Iterable[str], *, is_usual: bool = False) -> str | None:
             lacking = of[fullest] - kinds if kinds < of[fullest] else set()
             if is_usual:
                 lacking = {kind for kind in lacking if "." in kind and 2 * held[kind] >= len(of)}
-            if lacking:
-                return f"{stem}.{number}.{min(lacking)}"
-    return None
+            yield from (f"{stem}.{number}.{kind}" for kind in sorted(lacking))
 
 
 def check_opened(checkpoint: Checkpoint) -> None:

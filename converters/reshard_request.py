@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalai.converters.between.adapting import TargetRequest, adapted
-from scalai.converters.between.mapping import find_mapping, read_mapping
+from scalai.converters.between.mapping import named_mapping
 from scalai.converters.between.reference import read_reference
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.engine import WHOLE, Conversion, Limits, table_bytes_of
@@ -79,7 +79,7 @@ def prepare(request: ReshardRequest) -> PreparedReshard:
     order = None if reference is None else reference.order
     found = open_checkpoint(request.source, replace(request.read, order=order))
     layout = layout_named(request.layout or found.layout)
-    mapping = read_mapping(find_mapping(request.mapping)) if request.mapping else None
+    mapping = named_mapping(request.mapping) if request.mapping else None
     wanted = TargetRequest(
         layout.name, mapping, reference, request.repad, request.degrees.get("tp")
     )
@@ -119,6 +119,7 @@ def _check_degrees(
     ranks = degrees.get("dp") or known["ep"] * degrees.get("etp", 1)
     values = source.values if source.values.arguments or reference is None else reference
     limits = limits_of(values, source.placed.collection.tensors)
+    limits = replace(limits, expert_tp=degrees.get("etp", limits.expert_tp))
     reason = refusal(Degrees(dp=ranks, **known), limits)
     if reason is None:
         return

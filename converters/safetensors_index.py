@@ -21,6 +21,7 @@ import numpy.typing as npt
 from scalai.converters.checkpoint import (
     CONFIG,
     PARAM,
+    AuxiliaryFile,
     Checkpoint,
     CheckpointFile,
     CheckpointTarget,
@@ -91,7 +92,14 @@ class SafetensorsLayout:
             if len(files) > 1:
                 replace_file(directory / INDEX, json.dumps(index, indent=1).encode())
 
-        return CheckpointTarget(self.name, place(pieces, files), fixed, finish, tuple(notes))
+        config = source.values.extra.get(CONFIG)
+        auxiliary = []
+        if config and source.layout != self.name:
+            content = json.dumps(config, indent=2).encode()
+            auxiliary.append(AuxiliaryFile("config.json", len(content), content=content))
+        return CheckpointTarget(
+            self.name, place(pieces, files), fixed, finish, tuple(notes), tuple(auxiliary)
+        )
 
 
 def _notes(path: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ from scalai.converters.checkpoint import (
     PlacedTensors,
     parameters_of,
 )
-from scalai.converters.opening import layers_of, short_layer
+from scalai.converters.opening import layers_of, short_layers
 from scalai.converters.sense import find_nonsense
 from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
@@ -98,7 +98,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
     if checkpoint.values.framework == "deepspeed":
         return
     names = [*parameters_of(checkpoint)]
-    short = short_layer(names, is_usual=True)
+    short = next(short_layers(names, is_usual=True), None)
     if short is not None:
         yield f"{short} is not there, and other layers have it"
     config = checkpoint.values.extra.get(CONFIG, {})

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from scalai.converters.between.config_described import described_config
 from scalai.converters.between.crossing import to_deepspeed, to_megatron, to_torch
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import shape_arguments
@@ -28,6 +29,7 @@ from scalai.converters.between.translation import (
     INVENTED,
     LEFT_OUT,
     Links,
+    has_own_modules,
     heads_of,
     in_our_names,
     in_their_names,
@@ -201,6 +203,8 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
         UsageError: A mapping is missing, or does not fit.
     """
     target, mapping = request.framework, request.mapping
+    if target == "megatron":
+        request = _with_reference(source, request)
     if request.layout not in KEEP_REGISTERED or mapping is not None:
         source = without_registered(source)
     crosses = bool(target) and source.values.framework not in (target, "")
@@ -212,14 +216,20 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
     is_ours = mapping is None or is_in_our_names(source, mapping)
     wants_ours = mapping is None or target == "megatron"
     heads, links = _heads(source, request), Links()
+    if mapping is not None:
+        known = source.values.arguments if is_ours else _arguments_of(request)
+        _check_supposed(mapping, known or {})
     if mapping is not None and not is_ours and (wants_ours or request.repad is not None):
-        source, links = in_our_names(source, mapping, heads)
+        source, links = in_our_names(source, mapping, heads, is_local=_is_local(request.reference))
         is_ours = True
     if request.repad is not None:
         tp = request.tp or (1 if crosses else source.values.degrees.get("tp", 1))
         source = _repadded(source, request, tp)
     if mapping is not None and is_ours and not wants_ours:
-        source, links = in_their_names(source, mapping, heads)
+        ours = source
+        source, links = in_their_names(ours, mapping, heads)
+        if request.layout == "safetensors":
+            source = _with_config(source, ours, mapping)
     if target == "megatron" and source.values.extra.get(CONFIG):
         source = _as_configured(source, request)
     if crosses:
@@ -247,6 +257,52 @@ def _as_configured(source: Checkpoint, request: TargetRequest) -> Checkpoint:
     if reference is not None and wrong:
         raise RefusedError(f"{reference.where}: {'; '.join(wrong)}. Name another --args-from.")
     return replace(source, notes=(*source.notes, *notes))
+
+
+def _with_reference(source: Checkpoint, request: TargetRequest) -> TargetRequest:
+    """Return a request with what ``config.json`` and the mapping say of Megatron's arguments."""
+    reference = request.reference
+    if reference is None and source.values.extra.get(CONFIG):
+        reference = JobReference(source.directory / "config.json", None, {})
+    supposed = {} if request.mapping is None else request.mapping.arguments
+    if reference is not None and reference.checkpoint is None and supposed:
+        given = {**supposed, **reference.given.get("megatron", {})}
+        reference = replace(reference, given={**reference.given, "megatron": given})
+    return replace(request, reference=reference)
+
+
+def _arguments_of(request: TargetRequest) -> Mapping[str, Any] | None:
+    return None if request.reference is None else request.reference.arguments
+
+
+def _check_supposed(mapping: NameMapping, arguments: Mapping[str, Any]) -> None:
+    """Refuse Megatron's arguments with which the tensors would be another model."""
+    for name, value in mapping.arguments.items():
+        if name in arguments and arguments[name] != value:
+            raise RefusedError(
+                f"{name} is {arguments[name]} by Megatron's arguments, and tensors by "
+                f"{mapping.where} are of a model with {value}. Use another mapping."
+            )
+
+
+def _with_config(source: Checkpoint, ours: Checkpoint, mapping: NameMapping) -> Checkpoint:
+    """Return a source with the ``config.json`` of Megatron's state, and notes on its vocabulary."""
+    config, notes = described_config(ours, mapping)
+    embedding = parameters_of(ours).get(EMBEDDING)
+    rows = None if embedding is None else embedding.shape[0]
+    tokens = (ours.values.arguments or {}).get("vocab_size")
+    if None not in (tokens, rows) and tokens != rows:
+        notes.append(f"the vocabulary has {rows} rows for {tokens} tokens: --repad drops the rest")
+    extra = {**source.values.extra, CONFIG: config}
+    values = replace(source.values, extra=extra)
+    return replace(source, values=values, notes=(*source.notes, *notes))
+
+
+def _is_local(reference: JobReference | None) -> bool:
+    """Tell whether the target's layers are made of Megatron's own modules."""
+    if reference is not None and reference.checkpoint is not None:
+        return has_own_modules(reference.checkpoint.values)
+    return reference is not None and reference.arguments.get("transformer_impl") == "local"
 
 
 def _heads(source: Checkpoint, request: TargetRequest) -> Heads:
@@ -296,7 +352,8 @@ def _repadded(source: Checkpoint, request: TargetRequest, tp: int) -> Checkpoint
         **(source.values.arguments or {}),
         **{n: v for n, v in stated.items() if v is not None},
     }
-    vocabulary = known.get("vocab_size")
+    config = source.values.extra.get(CONFIG) or {}
+    vocabulary = known.get("vocab_size", config.get("vocab_size"))
     rows = request.repad or vocabulary or 0
     if not request.repad and vocabulary and request.framework == "megatron":
         divisor = known.get("make_vocab_size_divisible_by")

@@ -382,7 +382,7 @@ _KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metada
 
 _COMPARED = (
     "num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings",
-    "num_experts", "swiglu", "untie_embeddings_and_output_weights",
+    "num_experts", "moe_ffn_hidden_size", "swiglu", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 """Arguments to compare with the tensors' shapes."""
 

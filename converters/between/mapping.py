@@ -1,5 +1,6 @@
 """Mapping files: another framework's names for our tensors, and the cuts of fused ones.
 
+    extends = "llama"                            # rules behind these; equal ``ours``: this file's
     prefix = "model."                            # optional in theirs
     ignored = ["model.layers.{layer}.self_attn.rotary_emb.inv_freq"]   # left out knowingly
     [attention]                                  # if the checkpoints do not state it
@@ -7,6 +8,10 @@
     num_query_groups = 8
     [tied]                                       # shared if we have no tensor of this name
     "lm_head.weight" = "model.embed_tokens.weight"
+    [classes]                                    # values of model_type: classes with these names
+    llama = "LlamaForCausalLM"
+    [arguments]                                  # of Megatron, on which the tensors' values depend
+    apply_layernorm_1p = true
     [[tensor]]
     ours = "decoder.layers.{layer}.self_attention.linear_qkv.weight"
     theirs = ["model.layers.{layer}.self_attn.q_proj.weight", "...k_proj...", "...v_proj..."]
@@ -15,20 +20,22 @@
 ``fused`` is ``qkv`` (Megatron's rows by query group: its queries, key, value), ``gate_up`` (one
 half each), or absent: the same tensor under another name. ``theirs`` of a fused tensor has a name
 per part, or one name for the parts one above the other. ``transposed = true``: theirs has rows and
-columns exchanged. ``{layer}`` and other words in braces stand for numbers. The rules have the order
-of their module's parameters, the same as an optimizer's with all of them (``in_order``).
+columns exchanged. ``optional = true``: models without it are whole. ``routed``: our name in a layer
+with a router, unless its modules are Megatron's own (``--transformer-impl local``). ``{layer}`` and
+other words in braces stand for numbers. The rules have the order of their module's parameters, the
+same as an optimizer's with all of them (``in_order``).
 
 Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
 mlp.py (0.16.1); GPT-2's, GPT-NeoX' and Llama's modules in transformers.
 
 Without a file ``llama``, the name means the shipped ``names_llama.toml``, or ``cuts_llama.toml``
-for cuts.
+for cuts; the name of a class (``qwen3``) the shipped file that has it.
 """
 
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -73,6 +80,22 @@ class NameRule:
     theirs: tuple[str, ...]
     fused: str = ""
     is_transposed: bool = False
+    is_optional: bool = False
+    routed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """Tensors without a name on the other side, and missing ones: names, or patterns of them."""
+
+    nameless: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.nameless or self.missing)
+
+
+_ROUTER = "decoder.layers.{layer}.mlp.router.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,8 @@ class NameMapping:
         tied: Their names of shared tensors -> the kept names.
         ignored: Patterns of tensors to leave out, on either side.
         prefix: Optional start of their names; a model without its head lacks it.
+        classes: Hugging Face's classes with these names, by ``model_type``.
+        arguments: Megatron's arguments that the values of the tensors suppose.
     """
 
     rules: tuple[NameRule, ...]
@@ -92,6 +117,8 @@ class NameMapping:
     ignored: tuple[str, ...]
     where: str
     prefix: str = ""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def is_ours(self, names: Iterable[str]) -> bool:
         """Tell whether these are our names rather than theirs.
@@ -115,10 +142,14 @@ class NameMapping:
         """Return their names as in the files, with or without prefix, by full name."""
         return {self._full(name): name for name in names}
 
-    def layers(self, names: Iterable[str]) -> set[int]:
-        """Return the numbers at ``{layer}`` in their names."""
-        found = (self._of_theirs(self._full(name)) for name in names)
-        return {int(one[1]["layer"]) for one in found if one is not None and "layer" in one[1]}
+    def numbers(self, names: Iterable[str], what: str) -> dict[int, set[int]]:
+        """Return the numbers at ``{layer}`` in their names, each with those at ``{what}``."""
+        found: dict[int, set[int]] = {}
+        for name in names:
+            at = (self._of_theirs(self._full(name)) or (None, {}))[1]
+            if "layer" in at and what in at:
+                found.setdefault(int(at["layer"]), set()).add(int(at[what]))
+        return found
 
     def is_ignored(self, name: str) -> bool:
         """Tell whether to leave a tensor out."""
@@ -127,7 +158,7 @@ class NameMapping:
 
     def from_ours(
         self, shapes: Mapping[str, Shape], heads: Heads
-    ) -> tuple[dict[str, list[Link]], list[str]]:
+    ) -> tuple[dict[str, list[Link]], Unfit]:
         """Link our tensors to theirs.
 
         Args:
@@ -135,52 +166,66 @@ class NameMapping:
             heads: Fallback for the file's heads.
 
         Returns:
-            The links of each of our tensors, and our names without a rule.
+            The links of each of our tensors, and the names that do not fit.
 
         Raises:
             UsageError: Needed heads are unknown, or do not fit a shape.
         """
-        links: dict[str, list[Link]] = {}
-        left = []
-        for name, shape in shapes.items():
-            found = self._of_ours(name)
-            if found is None:
-                left.append(name)
-            else:
-                links[name] = list(self._links(*found, name, shape, self.heads.or_else(heads)))
-        return links, left
+        made = {name: found for name in shapes if (found := self._of_ours(name)) is not None}
+        unfit = Unfit(
+            tuple(name for name in shapes if name not in made),
+            tuple(rule.ours for rule in self._unused(rule for rule, _ in made.values())),
+        )
+        known = self.heads.or_else(heads)
+        links = {
+            name: list(self._links(*found, name, shapes[name], known))
+            for name, found in (made.items() if not unfit else ())
+        }
+        return links, unfit
 
     def from_theirs(
-        self, shapes: Mapping[str, Shape], heads: Heads
-    ) -> tuple[dict[str, list[Link]], list[str]]:
+        self, shapes: Mapping[str, Shape], heads: Heads, *, is_local: bool = False
+    ) -> tuple[dict[str, list[Link]], Unfit]:
         """Link their tensors to ours: the reverse of ``from_ours``.
 
+        Args:
+            is_local: Our layers are made of Megatron's own modules.
+
         Raises:
-            UsageError: As ``from_ours``; or a part of a fused tensor is missing.
+            UsageError: As ``from_ours``.
         """
         stored = self.stored(shapes)
         shapes = {full: shapes[name] for full, name in stored.items()}
-        made: dict[str, tuple[NameRule, Numbers]] = {}
-        left = []
-        for name in shapes:
-            found = self._of_theirs(name)
-            if found is None:
-                left.append(name)
-            else:
-                made.setdefault(found[0].ours.format(**found[1]), found)
+        found = {name: self._of_theirs(name) for name in shapes}
+        made = {rule.ours.format(**at): (rule, at) for rule, at in filter(None, found.values())}
+        parts = {
+            part: None
+            for rule, at in made.values()
+            for pattern in rule.theirs
+            if (part := pattern.format(**at)) not in shapes
+        }
+        for rule in self._unused(rule for rule, _ in made.values()):
+            parts.update((pattern, None) for pattern in rule.theirs)
+        unfit = Unfit(tuple(stored[name] for name in shapes if found[name] is None), tuple(parts))
         links: dict[str, list[Link]] = {}
-        for ours, (rule, numbers) in made.items():
-            for link in self._fused(rule, numbers, ours, shapes, heads):
+        for ours, (rule, at) in made.items() if not unfit else ():
+            is_routed = not is_local and rule.routed and _ROUTER.format(**at) in made
+            name = rule.routed.format(**at) if is_routed else ours
+            for link in self._fused(rule, at, name, shapes, heads):
                 links.setdefault(stored[link.theirs], []).append(link.turned())
-        return links, left
+        return links, unfit
+
+    def _unused(self, used: Iterable[NameRule]) -> Iterator[NameRule]:
+        """Yield the rules that a whole model needs, without those used."""
+        left = dict.fromkeys(rule for rule in self.rules if not rule.is_optional)
+        for rule in used:
+            left.pop(rule, None)
+        yield from left
 
     def _fused(
         self, rule: NameRule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
     ) -> Iterator[Link]:
         names = [pattern.format(**numbers) for pattern in rule.theirs]
-        missing = [name for name in names if name not in shapes]
-        if missing:
-            raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
         as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
         first = as_ours[0]
         shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
@@ -222,8 +267,9 @@ class NameMapping:
 
     def _of_ours(self, name: str) -> tuple[NameRule, Numbers] | None:
         for rule in self.rules:
-            if match := _pattern(rule.ours).fullmatch(name):
-                return rule, match.groupdict()
+            for pattern in filter(None, (rule.ours, rule.routed)):
+                if match := _pattern(pattern).fullmatch(name):
+                    return rule, match.groupdict()
         return None
 
     def _of_theirs(self, name: str) -> tuple[NameRule, Numbers] | None:
@@ -273,22 +319,42 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(text)))
 
 
-_KEYS = {"prefix", "ignored", "attention", "tied", "tensor"}
-_RULE_KEYS = {"ours", "theirs", "fused", "transposed"}
+_KEYS = {"extends", "prefix", "ignored", "attention", "tied", "classes", "arguments", "tensor"}
+_RULE_KEYS = {"ours", "theirs", "fused", "transposed", "optional", "routed"}
 
 
 def find_mapping(text: str, kind: str = "names") -> Path:
-    """Return the mapping file of this path or name; ``kind``: prefix of the shipped files.
+    """Return the mapping file of this path, name or class; ``kind``: prefix of the shipped files.
 
     Raises:
         UsageError: There is none; lists the shipped ones.
     """
-    shipped = Path(str(files("scalai.configs")))
-    for path in (Path(text), shipped / f"{kind}_{text}.toml"):
+    folder = Path(str(files("scalai.configs")))
+    for path in (Path(text), folder / f"{kind}_{text}.toml"):
         if path.is_file():
             return path
-    known = sorted(path.stem.removeprefix(f"{kind}_") for path in shipped.glob(f"{kind}_*.toml"))
-    raise UsageError(f"there is no file {text}, and none of that name among {known} ({kind}).")
+    shipped = sorted(folder.glob(f"{kind}_*.toml"))
+    known = {path.stem.removeprefix(f"{kind}_") for path in shipped}
+    for path in shipped:
+        classes = tomllib.loads(path.read_text(encoding="utf-8")).get("classes", {})
+        known |= classes.keys()
+        if text in classes:
+            return path
+    raise UsageError(
+        f"there is no file {text}, and none of that name among {sorted(known)} ({kind})."
+    )
+
+
+def named_mapping(text: str) -> NameMapping:
+    """Return the mapping of this path, name or class, for that class alone.
+
+    Raises:
+        UsageError: As ``find_mapping`` and ``read_mapping``.
+    """
+    mapping = read_mapping(find_mapping(text))
+    if text not in mapping.classes:
+        return mapping
+    return replace(mapping, classes={text: mapping.classes[text]})
 
 
 def read_mapping(path: Path) -> NameMapping:
@@ -304,14 +370,25 @@ def read_mapping(path: Path) -> NameMapping:
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
         raise UsageError(f"{path}: {unknown} mean nothing. A mapping file has {sorted(_KEYS)}.")
+    rules = [_rule(entry, path) for entry in data.get("tensor", ())]
+    base = None if "extends" not in data else read_mapping(find_mapping(data["extends"]))
+    if base is not None:
+        own = {rule.ours: rule for rule in rules}
+        rules = [own.pop(rule.ours, rule) for rule in base.rules] + [*own.values()]
+        data = {
+            "prefix": base.prefix, "ignored": base.ignored, "tied": base.tied,
+            "arguments": base.arguments, **data,
+        }  # fmt: skip
     attention = data.get("attention", {})
     return NameMapping(
-        rules=tuple(_rule(entry, path) for entry in data.get("tensor", ())),
+        rules=tuple(rules),
         heads=Heads(attention.get("num_attention_heads"), attention.get("num_query_groups")),
         tied=dict(data.get("tied", {})),
         ignored=tuple(data.get("ignored", ())),
         where=str(path),
         prefix=data.get("prefix", ""),
+        classes=dict(data.get("classes", {})),
+        arguments=dict(data.get("arguments", {})),
     )
 
 
@@ -326,6 +403,9 @@ def _rule(entry: Mapping[str, Any], path: Path) -> NameRule:
     ):
         raise UsageError(
             f"{path}: {dict(entry)} is no rule. Give ours, theirs (one name; or 3 with fused = "
-            '"qkv", 2 with "gate_up"), fused and transposed.'
+            '"qkv", 2 with "gate_up"), fused, transposed, optional and routed.'
         )
-    return NameRule(entry["ours"], names, fused, bool(entry.get("transposed", False)))
+    return NameRule(
+        entry["ours"], names, fused, bool(entry.get("transposed", False)),
+        bool(entry.get("optional", False)), entry.get("routed", ""),
+    )  # fmt: skip

@@ -7,7 +7,7 @@ megatron/training/training.py and ``_get_param_groups`` of megatron/core/optimiz
 (0.16.1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalai.converters.between.mapping import Shape
@@ -69,11 +69,27 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
         "params_dtype": foreign("torch", TORCH_NAMES[dtype]),
         "num_experts": len(experts) or None,
     }
+    if experts:
+        found |= _expert_arguments(shapes, sorted(layers))
     if is_learned:
         found["max_position_embeddings"] = shapes[POSITIONS][0]
     if heads is not None:
         found |= {"num_attention_heads": heads, **_groups(shapes, hidden, heads)}
     return found
+
+
+def _expert_arguments(shapes: Mapping[str, Shape], layers: Sequence[int]) -> dict[str, Any]:
+    ends = {end: shape for name, shape in shapes.items() if (end := name.partition(".mlp.")[2])}
+    routed = {layer_of(name) for name in shapes if name.endswith(".mlp.router.weight")}
+    shared = ends.get("shared_experts.linear_fc2.weight")
+    return {
+        "moe_ffn_hidden_size": ends["experts.experts.0.linear_fc2.weight"][1],
+        "moe_shared_expert_intermediate_size": None if shared is None else shared[1],
+        "moe_shared_expert_gate": "shared_experts.gate_weight" in ends,
+        "moe_layer_freq": 1
+        if routed.issuperset(layers)
+        else [int(layer in routed) for layer in layers],
+    }
 
 
 def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None:
@@ -119,12 +135,19 @@ def whole_arguments(
         **OPTIMIZER_DEFAULTS,
         **SCHEDULE_DEFAULTS,
         **shaped,
+        **_dense(shaped),
         **given,
         "iteration": step,
         "consumed_train_samples": consumed,
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
+
+
+def _dense(shaped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a size for models without a dense layer: Megatron asks for one."""
+    has_none = shaped.get("num_experts") and shaped["ffn_hidden_size"] is None
+    return {"ffn_hidden_size": shaped["moe_ffn_hidden_size"]} if has_none else {}
 
 
 def schedule_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -3,9 +3,10 @@
 Equal tensors may belong to different models, so the whole file is read. Entries in Megatron's terms
 become arguments; models Megatron does not compute are refused; unknown entries are named.
 
-Source: configuration_{llama,mistral,qwen2,qwen3,gpt2,gpt_neox}.py of transformers 5.24; the flags
-of megatron/training/arguments.py, ``load_args_from_checkpoint`` of checkpointing.py, and
-megatron/core/fusions/fused_bias_gelu.py (0.16.1).
+Source: configuration_{llama,mistral,qwen2,qwen3,mixtral,qwen2_moe,qwen3_moe,gemma,gpt2,gpt_neox}.py
+and modeling_{mixtral,qwen2_moe,gemma}.py of transformers 5.24; the flags of
+megatron/training/arguments.py, ``load_args_from_checkpoint`` of checkpointing.py,
+megatron/core/fusions/fused_bias_gelu.py and transformer/moe/moe_utils.py (0.16.1).
 """
 
 import math
@@ -20,7 +21,9 @@ Config = Mapping[str, Any]
 _BY_SHAPE = {
     "head_dim", "hidden_size", "intermediate_size", "n_embd", "n_head", "n_inner", "n_layer",
     "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "tie_word_embeddings",
-    "vocab_size", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm",
+    "vocab_size", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "num_experts",
+    "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "decoder_sparse_step", "mlp_only_layers",
 }  # fmt: skip
 """Entries also given by the tensors' shapes and names."""
 _NO_FUNCTION = {
@@ -33,10 +36,14 @@ _NO_FUNCTION = {
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype",
     "transformers_version", "unk_token_id", "use_bfloat16", "use_cache", "use_sliding_window",
-    "attn_implementation", "_attn_implementation_autoset",
+    "attn_implementation", "_attn_implementation_autoset", "output_router_logits",
+    "router_jitter_noise", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef",
 }  # fmt: skip
 """Entries without effect on the computation, or checked below."""
-_READ_CLASSES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+_READ_CLASSES = (
+    "gemma", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe",
+)  # fmt: skip
 """Values of ``model_type`` with known classes. Others may compute differently from tensors of the
 same names, without an entry for it: interleaved positions, norms by one plus the weight."""
 _NORMS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
@@ -51,13 +58,21 @@ _SCALINGS = {
     "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier",
     "final_logit_softcapping", "logit_scale", "logits_scaling", "no_rope_layer_interval",
     "no_rope_layers", "query_pre_attn_scalar", "residual_multiplier",
-    "scale_attn_by_inverse_layer_idx", "add_cross_attention",
+    "scale_attn_by_inverse_layer_idx", "add_cross_attention", "use_bidirectional_attention",
 }  # fmt: skip
 """Entries that change the computation, without a counterpart in Megatron's GPT."""
 _CLASS_DEFAULTS: Mapping[str, Config] = {
     "gpt_neox": {"use_parallel_residual": True, "rotary_pct": 0.25, "hidden_act": "gelu"},
     "gpt2": {"activation_function": "gelu_new"},
-}
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
+    "mixtral": {"num_experts_per_tok": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.001},
+    "qwen2_moe": {
+        "num_experts_per_tok": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+    },
+    "qwen3_moe": {
+        "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+    },
+}  # fmt: skip
 """Defaults of classes that differ from Megatron's, for files without the entries."""
 _LLAMA_3: Config = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -67,13 +82,18 @@ _LLAMA_3: Config = {
 FLAGS = {
     "norm_epsilon": 1e-5, "bias_gelu_fusion": True, "use_rope_scaling": False,
     "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None, "quick_geglu": False,
+    "moe_aux_loss_coeff": 0.0,
 }  # fmt: skip
 """Arguments, with Megatron's defaults, not taken by ``--use-checkpoint-args``."""
-_REGULARIZING = {"attention_dropout", "hidden_dropout"}
+_REGULARIZING = {"attention_dropout", "hidden_dropout", "moe_aux_loss_coeff"}
 _OFF: Config = {
     "apply_layernorm_1p": False, "apply_residual_connection_post_layernorm": False,
     "quick_geglu": False, "rotary_seq_len_interpolation_factor": None, "squared_relu": False,
-    "use_rope_scaling": False, "window_size": None,
+    "use_rope_scaling": False, "window_size": None, "qk_l2_norm": False, "no_rope_freq": None,
+    "softmax_type": "vanilla", "attention_output_gate": False,
+    "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_expert_capacity_factor": None,
 }  # fmt: skip
 """Arguments off in all these classes, unless an entry turns them on."""
 
@@ -110,6 +130,7 @@ def _arguments(
         *_rotary(whole, shaped, found),
         *_activation(whole, shaped, found),
         *_window(whole),
+        *_experts(whole, shaped, found),
     ]
     if wrong:
         raise RefusedError(
@@ -192,6 +213,11 @@ def _rotary(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]) ->
 def _activation(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]) -> Iterator[str]:
     name = _first(config, _ACTIVATIONS)
     is_gated = bool(shaped.get("swiglu"))
+    if config.get("model_type") == "gemma":
+        found |= {"apply_layernorm_1p": True, "swiglu": False}
+        if not is_gated or name not in (*_TANH, "gelu"):
+            yield f"the activation {name!r}"
+        return
     if name is None:
         return
     if is_gated and name in ("silu", "swish"):
@@ -209,6 +235,18 @@ def _activation(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]
         yield f"the activation {name!r}{' of a gated MLP' * is_gated}"
 
 
+def _experts(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    if not shaped.get("num_experts"):
+        return
+    chosen = config.get("num_experts_per_tok")
+    if not isinstance(chosen, int) or "norm_topk_prob" not in config:
+        yield f"num_experts_per_tok {chosen} and norm_topk_prob {config.get('norm_topk_prob')}"
+        return
+    # The chosen experts' share of the softmax over all, made one, is the softmax over the chosen.
+    found |= {"moe_router_topk": chosen, "moe_router_pre_softmax": not config["norm_topk_prob"]}
+    found["moe_aux_loss_coeff"] = float(config.get("router_aux_loss_coef") or 0.0)
+
+
 def _window(config: Config) -> Iterator[str]:
     window = config.get("sliding_window")
     is_used = window is not None and config.get("use_sliding_window") is not False
@@ -223,7 +261,14 @@ def _window(config: Config) -> Iterator[str]:
 def _notes(config: Config, found: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iterator[str]:
     flags = [_flag(name, found[name]) for name in FLAGS
              if name in found and not _is_equal(found[name], FLAGS[name])]  # fmt: skip
-    flags += ["--qk-layernorm"] * bool(shaped.get("qk_layernorm"))
+    for name in ("qk_layernorm", "moe_shared_expert_gate"):
+        flags += [_flag(name, True)] * bool(shaped.get(name))
+    if config.get("model_type") == "gemma":
+        yield (
+            "Gemma needs a script that makes its GPTModel: no flags of Megatron-LM are for its "
+            "GELU by tanh in a gated MLP (gated_linear_unit, activation_func) and its embeddings "
+            "times the root of hidden_size; norms are by --apply-layernorm-1p"
+        )
     if flags:
         yield (
             f"by config.json load with {' '.join(flags)}: Megatron's --use-checkpoint-args does "

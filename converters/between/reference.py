@@ -36,7 +36,7 @@ from scalai.converters.between.megatron_described import (
     whole_arguments,
 )
 from scalai.converters.between.model_config import config_arguments
-from scalai.converters.between.translation import INVENTED
+from scalai.converters.between.translation import INVENTED, heads_of
 from scalai.converters.checkpoint import (
     CONFIG,
     Checkpoint,
@@ -116,7 +116,8 @@ class JobReference:
                 )
             notes.append(f"{INVENTED}Megatron's arguments and parameter groups as in --args-from")
             return self.checkpoint.values
-        shaped = shape_arguments(parameters_of(source), self.heads.heads)
+        heads = self.heads.or_else(heads_of(source)).heads
+        shaped = shape_arguments(parameters_of(source), heads)
         said, _ = config_arguments(source.values.extra.get(CONFIG, {}), shaped, source.directory)
         given = {**said, **self.arguments}
         consumed = source.values.counters.get("consumed_train_samples") or 0

@@ -5,23 +5,26 @@ links; a scalar (a step) goes to every linked tensor. Layouts need no knowledge 
 strides, a part of a fused tensor, or a transposed one, is a row of a source like others.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from scalai.converters.between.mapping import Link, NameMapping, Shape
+from scalai.converters.between.mapping import Link, NameMapping, Shape, Unfit
 from scalai.converters.checkpoint import (
     CONFIG,
     Checkpoint,
     FilePiece,
     PlacedTensors,
+    Values,
     parameters_of,
     place,
 )
 from scalai.converters.consistency import copy_differences
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.model_limits import Heads, argument_heads
-from scalai.converters.opening import short_layer
+from scalai.converters.opening import short_layers
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box
@@ -36,19 +39,25 @@ INVENTED = "invented: "
 
 
 def in_our_names(
-    source: Checkpoint, mapping: NameMapping, heads: Heads | None = None
+    source: Checkpoint,
+    mapping: NameMapping,
+    heads: Heads | None = None,
+    *,
+    is_local: bool = False,
 ) -> tuple[Checkpoint, Links]:
     """Return a checkpoint under our names, and its links by their names.
 
     Args:
         source: The checkpoint, under their names.
         heads: Fallback for the heads of the mapping and the source.
+        is_local: As in ``NameMapping.from_theirs``.
 
     Raises:
-        RefusedError: A tensor has no name on the other side.
+        RefusedError: Tensors have no name on the other side, or are missing; names all.
         UsageError: As ``NameMapping.from_theirs``.
     """
-    return _translated(source, mapping, mapping.from_theirs, heads, is_theirs=True)
+    link = partial(mapping.from_theirs, is_local=is_local)
+    return _translated(source, mapping, link, heads, is_theirs=True)
 
 
 def in_their_names(
@@ -77,6 +86,12 @@ def heads_of(source: Checkpoint) -> Heads:
     )
 
 
+def has_own_modules(values: Values) -> bool:
+    """Tell whether Megatron's layers are made of its own modules (``--transformer-impl local``)."""
+    given = (values.arguments or {}).get("transformer_impl") == "local"
+    return bool(values.extra.get("is_local", given))
+
+
 def _shapes(source: Checkpoint) -> dict[str, Shape]:
     return {name: tensor.shape for name, tensor in parameters_of(source).items()}
 
@@ -84,22 +99,31 @@ def _shapes(source: Checkpoint) -> dict[str, Shape]:
 def _translated(
     source: Checkpoint,
     mapping: NameMapping,
-    link: Callable[[Mapping[str, Shape], Heads], tuple[Links, list[str]]],
+    link: Callable[[Mapping[str, Shape], Heads], tuple[Links, Unfit]],
     heads: Heads | None,
     *,
     is_theirs: bool,
 ) -> tuple[Checkpoint, Links]:
     shapes, unneeded = _shapes(source), _unneeded(source, mapping)
     if source.values.framework == "" and is_theirs:
-        _check_whole(source, mapping, shapes)
+        _check_counts(source, mapping, shapes)
     ignored = {name for name in shapes if mapping.is_ignored(name) or name in unneeded}
     wanted = {name: shape for name, shape in shapes.items() if name not in ignored}
-    links, nameless = link(wanted, heads_of(source).or_else(heads or Heads()))
-    if nameless:
+    links, unfit = link(wanted, heads_of(source).or_else(heads or Heads()))
+    missing = dict.fromkeys((*unfit.missing, *short_layers(wanted)))
+    if unfit.nameless or missing:
+        faults = [
+            f"{len(names)} tensors {what}: {_folded(names)}"
+            for names, what in (
+                (unfit.nameless, f"have no name in {mapping.where}"),
+                (missing, "are missing"),
+            )
+            if names
+        ]
         raise RefusedError(
-            f"{len(nameless)} tensors of {source.directory} have no name in {mapping.where}: "
-            f"{', '.join(nameless[:5])}. Add them to a copy of it: rules, or names under ignored "
-            "for what may be left out."
+            f"{source.directory}: {'. '.join(faults)}. Copy what is missing again; for another "
+            "model copy the mapping file and add rules, or names under ignored for what may be "
+            "left out."
         )
     links.update((name, []) for name in ignored)
     notes = [f"{LEFT_OUT}{name}, which {mapping.where} has no use for" for name in sorted(ignored)]
@@ -154,23 +178,32 @@ def _check_copies(source: Checkpoint, tied: Mapping[str, str]) -> None:
             )
 
 
-def _check_whole(source: Checkpoint, mapping: NameMapping, shapes: Mapping[str, Shape]) -> None:
-    """Refuse a model without a layer, a part of one or its head; nothing else would notice."""
+def _folded(names: Iterable[str]) -> str:
+    """Return all names in one text: those that differ in numbers alone as one, with their count."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\b[0-9]+\b", "*", name), []).append(name)
+    return ", ".join(of[0] if len(of) == 1 else f"{form} ({len(of)})" for form, of in alike.items())
+
+
+def _check_counts(source: Checkpoint, mapping: NameMapping, shapes: Mapping[str, Shape]) -> None:
+    """Refuse a model without a layer, an expert or its head; nothing else would notice."""
     config = _config(source)
-    short = short_layer(name for name in shapes if not mapping.is_ignored(name))
-    if short is not None:
-        raise RefusedError(
-            f"{source.directory} has no {short}, which other layers have. It is not whole: copy it "
-            "again."
-        )
     count = config.get("num_hidden_layers", config.get("n_layer"))
-    numbers = mapping.layers(shapes)
+    numbers = set(mapping.numbers(shapes, "layer"))
     if isinstance(count, int) and numbers and numbers != set(range(count)):
         missing = sorted(set(range(count)) - numbers)[:5]
         raise RefusedError(
             f"{source.directory} has {len(numbers)} layers, and config.json says {count} (missing: "
             f"{missing or 'none'}). It is not whole, or of another model: copy it again."
         )
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    for layer, found in mapping.numbers(shapes, "expert").items():
+        if found != set(range(len(found))) or experts not in (None, len(found)):
+            raise RefusedError(
+                f"{source.directory} has {len(found)} experts in layer {layer}, up to number "
+                f"{max(found)}, and config.json says {experts}. It is not whole: copy it again."
+            )
     stored = mapping.stored(shapes)
     for head, owner in mapping.tied.items():
         is_missing = owner in stored and head not in stored

@@ -177,7 +177,7 @@ def padding_note(
     if vocabulary:
         if padded_rows(vocabulary, divisor, tp) == rows:
             return None
-    elif tp == was:
+    elif tp == was and source.values.framework == "megatron":
         return None
     return (
         f"the vocabulary stays padded to {rows} rows: load with --make-vocab-size-divisible-by "

@@ -52,7 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--mapping",
         metavar="NAME|TOML",
-        help="names of another framework: gpt, gpt_neox, llama or a file",
+        help="names of another framework: of a class (qwen3, mixtral, gpt2 ...), or a file",
     )
     parser.add_argument(
         "--cuts", metavar="NAME|TOML",

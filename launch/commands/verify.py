@@ -6,14 +6,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from scalai.converters.between.mapping import find_mapping, read_mapping
+from scalai.converters.between.mapping import find_mapping, named_mapping
 from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.model_config import (
     config_arguments,
     contradictions,
     unknown_notes,
 )
-from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
+from scalai.converters.between.translation import (
+    has_own_modules,
+    heads_of,
+    in_our_names,
+    is_in_our_names,
+)
 from scalai.converters.checkpoint import CONFIG, Checkpoint, ReadOptions, parameters_of
 from scalai.converters.checksums import count_checksums
 from scalai.converters.consistency import compare, find_repeats, verify
@@ -133,10 +138,13 @@ def _open(args: argparse.Namespace) -> list[Checkpoint]:
     found = [open_checkpoint(path, options) for path in (args.one, args.two) if path is not None]
     if args.mapping is None:
         return found
-    mapping, heads = read_mapping(find_mapping(args.mapping)), Heads()
+    mapping, heads = named_mapping(args.mapping), Heads()
     for checkpoint in found:
         heads = heads.or_else(heads_of(checkpoint))
+    is_local = any(has_own_modules(one.values) for one in found)
     return [
-        one if is_in_our_names(one, mapping) else in_our_names(one, mapping, heads)[0]
+        one
+        if is_in_our_names(one, mapping)
+        else in_our_names(one, mapping, heads, is_local=is_local)[0]
         for one in found
     ]

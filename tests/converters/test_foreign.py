@@ -15,7 +15,7 @@ from scalai.converters.dcp_metadata import Extent, write_metadata
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.beside_tensors import with_degrees
 from scalai.converters.megatron.model_limits import limits_of
-from scalai.converters.opening import short_layer
+from scalai.converters.opening import short_layers
 from scalai.core.errors import RefusedError
 from support.checkpoints import carry, convert, gpt, lay_out, state, write
 from support.command import Capsys, run
@@ -94,9 +94,9 @@ def test_what_megatron_saved_as_torch_dcp_was_not_interrupted(tmp_path: Path) ->
 def test_files_of_others_beside_a_checkpoint_are_named(tmp_path: Path) -> None:
     directory = write(tmp_path / "source").directory
     assert open_checkpoint(tmp_path / "source").notes == ()
-    with_files("run_config.yaml", "train_state.pt")(directory)
+    with_files("run_config.yaml", "tokenizer/tokenizer.json", "train_state.pt")(directory)
     (note,) = open_checkpoint(tmp_path / "source").notes
-    assert note == "not carried: Megatron-Bridge's run_config.yaml, train_state.pt"
+    assert note == "not carried: Megatron-Bridge's run_config.yaml, tokenizer, train_state.pt"
 
 
 def test_a_trainers_own_optimizer_is_not_read_and_that_is_said(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_an_optimizer_of_two_kinds_is_muon_whoever_named_it() -> None:
 def test_a_layer_lacks_what_another_has_unless_it_has_its_own(
     names: list[str], missing: str | None
 ) -> None:
-    assert short_layer(names) == missing
+    assert next(short_layers(names), None) == missing
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_layer_lacks_what_another_has_unless_it_has_its_own(
 def test_what_one_layer_alone_has_no_other_is_warned_of(
     names: list[str], missing: str | None
 ) -> None:
-    assert short_layer(names, is_usual=True) == missing
+    assert next(short_layers(names, is_usual=True), None) == missing
 
 
 POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")

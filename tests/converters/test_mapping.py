@@ -18,14 +18,18 @@ from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
 from support.checkpoints import carry, state, write
-from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
+from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama, routed
 
 MODELS = [
     pytest.param("gpt", gpt(), Heads(HEADS), id="gpt"),
     pytest.param("gpt", gpt(is_tied=False), Heads(HEADS), id="gpt-untied"),
     pytest.param("gpt_neox", gpt(is_tied=False, positions=False), Heads(HEADS), id="neox"),
     pytest.param("llama", llama(), Heads(HEADS, GROUPS), id="llama"),
-    pytest.param("llama", llama(is_tied=True, biases=True), Heads(HEADS, GROUPS), id="qwen2"),
+    pytest.param("qwen2", llama(is_tied=True, biases=True), Heads(HEADS, GROUPS), id="qwen2"),
+    pytest.param("mixtral", routed(), Heads(HEADS, GROUPS), id="mixtral"),
+    pytest.param("qwen2_moe", routed(is_shared=True), Heads(HEADS, GROUPS), id="shared"),
+    pytest.param("qwen3_moe", routed(dense=[1]), Heads(HEADS, GROUPS), id="some-dense"),
+    pytest.param("gemma", llama(is_tied=True), Heads(HEADS, GROUPS), id="gemma"),
 ]
 
 
@@ -119,11 +123,73 @@ def test_a_tensor_without_a_name_is_refused_unless_it_is_ignored() -> None:
     known = replace(mapping, ignored=("decoder.layers.{layer}.mlp.router.weight",))
     theirs, _ = in_their_names(source, known, heads)
     assert any("left out: decoder.layers.0.mlp.router.weight" in note for note in theirs.notes)
+
+
+def test_all_that_does_not_fit_is_named_at_once() -> None:
+    mapping, heads = read_mapping(find_mapping("llama")), Heads(HEADS, GROUPS)
     theirs, _ = in_their_names(state(shapes=llama()), mapping, heads)
-    with pytest.raises(RefusedError, match=r"model\.layers\.0\.self_attn\.sinks\.weight"):
-        in_our_names(renamed(theirs, "0.self_attn.o_proj", "0.self_attn.sinks"), mapping, heads)
-    with pytest.raises(UsageError, match=r"is made of .* are not there"):
-        in_our_names(renamed(theirs, "0.self_attn.q_proj", "0.self_attn.sinks"), mapping, heads)
+    for old, new in (
+        ("layers.0.self_attn.o_proj", "layers.0.self_attn.sinks"),
+        ("layers.1.self_attn.q_proj", "layers.1.self_attn.query"),
+        ("input_layernorm", "norm_before"),
+        ("model.norm", "model.last"),
+    ):
+        theirs = renamed(theirs, old, new)
+    with pytest.raises(RefusedError) as refused:
+        in_our_names(theirs, mapping, heads)
+    nameless, missing = str(refused.value).split(" tensors are missing: ")
+    for name in (
+        "model.layers.0.self_attn.sinks.weight", "model.layers.1.self_attn.query.weight",
+        "model.layers.*.norm_before.weight (2)", "model.last.weight",
+    ):  # fmt: skip
+        assert name in nameless, name
+    for name in (
+        "model.layers.1.self_attn.q_proj.weight", "model.norm.weight",
+        "model.layers.{layer}.input_layernorm.weight",
+    ):  # fmt: skip
+        assert name in missing, name
+
+
+def test_norms_before_experts_are_named_as_the_targets_modules_name_them() -> None:
+    mapping, heads = read_mapping(find_mapping("mixtral")), Heads(HEADS, GROUPS)
+    of_te, of_megatron = (state(shapes=routed(is_local=is_local)) for is_local in (False, True))
+    theirs, _ = in_their_names(of_te, mapping, heads)
+    again, _ = in_their_names(of_megatron, mapping, heads)
+    assert fingerprints(again, 1) == fingerprints(theirs, 1)
+    back, _ = in_our_names(theirs, mapping, heads, is_local=True)
+    assert fingerprints(back, 1) == fingerprints(of_megatron, 1)
+
+
+def test_a_missing_expert_is_missed_and_one_of_the_parts_too() -> None:
+    shapes = {name: s for name, s in routed().items() if ".experts.experts.1." not in name}
+    mapping, heads = read_mapping(find_mapping("qwen3_moe")), Heads(HEADS, GROUPS)
+    theirs, _ = in_their_names(state(shapes=shapes), mapping, heads)
+    theirs = replace(theirs, values=replace(theirs.values, framework="", extra={}))
+    with pytest.raises(RefusedError, match="2 experts in layer 0, up to number 2"):
+        in_our_names(theirs, mapping, heads)
+    whole, _ = in_their_names(state(shapes=routed()), mapping, heads)
+    one = renamed(whole, "layers.1.mlp.experts.2.up_proj", "layers.1.mlp.experts.2.u_proj")
+    with pytest.raises(RefusedError, match=r"are missing: model\.layers\.1\..*2\.up_proj\.weight"):
+        in_our_names(one, mapping, heads)
+
+
+def test_tensors_that_suppose_other_arguments_are_refused(of_llama: Checkpoint) -> None:
+    for name, arguments, words in (
+        ("gemma", {"apply_layernorm_1p": False}, "apply_layernorm_1p is False"),
+        ("llama", {"rotary_interleaved": True}, "rotary_interleaved is True"),
+        ("torchtitan", {"rotary_interleaved": False}, "rotary_interleaved is False"),
+    ):
+        values = replace(of_llama.values, arguments={**ARGUMENTS, **arguments})
+        request = TargetRequest("safetensors", read_mapping(find_mapping(name)))
+        with pytest.raises(RefusedError, match=words):
+            adapted(replace(of_llama, values=values), request)
+
+
+def test_rows_without_a_token_are_said(of_llama: Checkpoint) -> None:
+    values = replace(of_llama.values, arguments={**ARGUMENTS, "vocab_size": 13})
+    request = TargetRequest("safetensors", read_mapping(find_mapping("llama")))
+    weights, _ = adapted(replace(of_llama, values=values), request)
+    assert any("16 rows for 13 tokens" in note for note in weights.notes)
 
 
 def renamed(source: Checkpoint, old: str, new: str) -> Checkpoint:
@@ -142,7 +208,9 @@ def test_heads_that_are_unknown_or_do_not_fit_are_named() -> None:
 
 
 def test_a_mapping_of_another_model_and_a_wrong_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none of that name among \['gpt', 'gpt_neox', 'llama'\]"):
+    with pytest.raises(
+        UsageError, match=r"none of that name among \['gemma', 'gpt', .*'qwen3', .*\]"
+    ):
         find_mapping("bert")
     path = tmp_path / "names.toml"
     for text, words in (

@@ -3,18 +3,38 @@ lacks something by it, or that Megatron does not compute, is refused."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scalai.converters.between.config_described import described_config
+from scalai.converters.between.mapping import find_mapping, named_mapping, read_mapping
+from scalai.converters.between.megatron_described import shape_arguments, whole_arguments
 from scalai.converters.between.model_config import config_arguments, contradictions
+from scalai.converters.checkpoint import parameters_of
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
+from support.checkpoints import state
 from support.command import Capsys, run
+from support.gpt_shapes import FFN, GROUPS, HEADS, WIDTH, Shapes, gpt, llama, routed
 
 pytestmark = pytest.mark.fault
+
+
+def with_biases(shapes: Shapes) -> Shapes:
+    """Return a model with biases of queries, keys and values."""
+    biases = {name: s for name, s in llama(biases=True).items() if name.endswith("qkv.bias")}
+    return {**shapes, **biases}
+
+
+def with_query_norms(shapes: Shapes) -> Shapes:
+    layers = (f"decoder.layers.{layer}.self_attention" for layer in range(2))
+    names = (f"{layer}.{part}_layernorm.weight" for layer in layers for part in "qk")
+    return {**shapes, **dict.fromkeys(names, (WIDTH,))}
+
 
 ROPE = {"position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
 NEOX = {"position_embedding_type": "rope", "swiglu": False, "add_bias_linear": True}
@@ -120,6 +140,73 @@ def test_arguments_that_no_entry_asks_for_make_another_model(
     assert [name in line for line in found] == [True] * (not is_same)
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": FFN, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "config"),
+    [
+        ("llama", llama(), {"rms_norm_eps": 1e-6, "num_key_value_heads": GROUPS, "head_dim": WIDTH,
+          "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 32.0,
+                              "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 8192}}),
+        ("mistral", llama(), {"sliding_window": None, "max_position_embeddings": 64}),
+        ("qwen2", llama(is_tied=True, biases=True), {"tie_word_embeddings": True}),
+        ("mixtral", routed(), {"num_experts_per_tok": 1, "num_local_experts": 3,
+                               "intermediate_size": FFN}),
+        ("qwen2_moe", with_biases(routed(is_shared=True)),
+         {**EXPERTS, "num_experts": 3, "shared_expert_intermediate_size": FFN}),
+        ("qwen3_moe", with_query_norms(routed(dense=[1])), {**EXPERTS, "mlp_only_layers": [1]}),
+        ("gemma", llama(is_tied=True), {"hidden_act": "gelu_pytorch_tanh"}),
+        ("gpt2", gpt(), {"activation_function": "gelu_new", "n_positions": 7}),
+        ("gpt_neox", gpt(positions=False), {"use_parallel_residual": False, "hidden_act": "gelu"}),
+    ],
+)  # fmt: skip
+def test_a_written_config_makes_the_model_of_megatrons_arguments(
+    kind: str, shapes: Shapes, config: dict[str, Any]
+) -> None:
+    source = state(shapes=shapes)
+    shaped = shape_arguments(parameters_of(source), HEADS)
+    said = config_arguments({"model_type": kind, **config}, shaped, Path("hf"))[0]
+    known = whole_arguments(shaped, said, 0, 0)
+
+    def written(**arguments: Any) -> tuple[dict[str, Any], list[str]]:
+        values = replace(source.values, arguments={**known, **arguments})
+        return described_config(replace(source, values=values), named_mapping(kind))
+
+    found, (note,) = written()
+    assert found["model_type"] == kind and found["architectures"][0] in note
+    assert {name: found[name] for name in config} == config
+    again = config_arguments(found, shaped, Path("hf"))[0]
+    assert {name: again[name] for name in said} == said
+    for other in ({"window_size": (128, 0)}, {"rotary_interleaved": True}):
+        if kind != "gpt2" or "window_size" in other:
+            none, (why,) = written(**other)
+            assert not none and "is not written" in why and next(iter(other)) in why
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("llama", llama(biases=True)),
+        ("qwen3", llama()),
+        ("mistral", with_query_norms(llama())),
+        ("qwen3_moe", with_query_norms(routed(is_shared=True))),
+        ("qwen2_moe", {n: s for n, s in routed(is_shared=True).items() if "gate_w" not in n}),
+    ],
+)
+def test_a_class_without_these_tensors_gets_no_config(kind: str, shapes: Shapes) -> None:
+    source = state(shapes=shapes)
+    known = whole_arguments(shape_arguments(parameters_of(source), HEADS), {}, 0, 0)
+    source = replace(source, values=replace(source.values, arguments=known))
+    found, (why,) = described_config(source, named_mapping(kind))
+    assert not found and "not of these biases, norms and experts" in why
+    found, _ = described_config(source, read_mapping(find_mapping("llama")))
+    assert found.get("model_type") == {"llama": "qwen2", "mistral": "qwen3", "qwen3": "llama"}.get(
+        kind
+    )
+
+
 # Whole conversions of a small Llama.
 def tensors(layers: int = 2) -> dict[str, Any]:
     random = np.random.default_rng(0)
@@ -193,11 +280,37 @@ def test_a_copy_of_the_embedding_is_left_out(tmp_path: Path) -> None:
     assert run("verify", source, tmp_path / "out", "--mapping", "llama") == 0
 
 
+def test_a_config_says_enough_for_megatron_and_comes_back(tmp_path: Path, capsys: Capsys) -> None:
+    source = saved(tmp_path / "hf", tensors(), rope_theta=500.0)
+    there, back = tmp_path / "mg", tmp_path / "back"
+    assert run("reshard", source, there, "--to", "torch_dist", "--mapping", "mistral") == 0
+    assert "stays padded to 16 rows" in capsys.readouterr().out
+    written = open_checkpoint(there).values.arguments
+    assert written is not None and written["num_attention_heads"] == 2
+    assert run("reshard", there, back, "--to", "safetensors", "--mapping", "mistral") == 0
+    config = json.loads((back / "config.json").read_text())
+    assert config["model_type"] == "mistral" and config["tie_word_embeddings"]
+    assert config["rope_parameters"]["rope_theta"] == 500.0
+    assert run("verify", source, back) == 0
+    # A config's rows may be padded, so that they do not say how many are of tokens.
+    again = "--mapping", "mistral", "--repad", "32"
+    assert run("reshard", there, tmp_path / "more", "--to", "safetensors", *again) == 3
+    assert "vocab_size under [megatron]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("missing", "config", "words"),
     [
-        ("model.layers.1.mlp.down_proj", {}, "no model.layers.1.mlp.down_proj.weight"),
-        ("model.layers.0.input", {}, "no model.layers.0.input_layernorm.weight"),
+        (
+            "model.layers.1.mlp.down_proj",
+            {},
+            "are missing: model.layers.1.mlp.down_proj.weight",
+        ),
+        (
+            "model.layers.0.input",
+            {},
+            "are missing: model.layers.0.input_layernorm.weight",
+        ),
         ("model.layers.1.", {}, r"has 1 layers, and config.json says 2 (missing: [1])"),
         (
             "nothing",

@@ -1,5 +1,7 @@
 """Shapes of Megatron's models, small and of sizes that differ."""
 
+from collections.abc import Sequence
+
 HEADS, GROUPS, WIDTH, HIDDEN, FFN, VOCABULARY, LENGTH = 4, 2, 3, 12, 10, 16, 7
 
 Shapes = dict[str, tuple[int, ...]]
@@ -37,6 +39,28 @@ def llama(*, is_tied: bool = False, biases: bool = False, layers: int = 2) -> Sh
         "mlp.linear_fc2.weight": (HIDDEN, FFN),
     }
     return _model(layer, layers, is_tied, False, ("weight",))
+
+
+def routed(
+    *, experts: int = 3, is_shared: bool = False, dense: Sequence[int] = (), is_local: bool = False
+) -> Shapes:
+    """Return the parameters of a Llama with experts in all layers but ``dense``."""
+    found = {}
+    for name, shape in llama().items():
+        if ".mlp." not in name or any(f"layers.{layer}." in name for layer in dense):
+            found[name] = shape
+            continue
+        layer, _, module = name.partition(".mlp.")
+        if module == "linear_fc1.layer_norm_weight":
+            found[name if is_local else f"{layer}.pre_mlp_layernorm.weight"] = shape
+            continue
+        found[f"{layer}.mlp.router.weight"] = (experts, HIDDEN)
+        for number in range(experts):
+            found[f"{layer}.mlp.experts.experts.{number}.{module}"] = shape
+        if is_shared:
+            found[f"{layer}.mlp.shared_experts.{module}"] = shape
+            found[f"{layer}.mlp.shared_experts.gate_weight"] = (1, HIDDEN)
+    return found
 
 
 def _model(
