@@ -97,11 +97,15 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
     batches = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
     stated: dict[str, Any] = {**batches, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(stated))
-    hooks = EngineHooks(lambda: namespace(facts={} if is_first else {"first_dp": 2}))
     seen: dict[str, Any] = {}
+    session = namespace(
+        facts={} if is_first else {"first_dp": 2}, hold_at_brink=lambda: seen.update(has_waited=1)
+    )
+    hooks = EngineHooks(lambda: session)
 
     def initialize(args: Any = None, model: Any = None, optimizer: Any = None,
                    config: Any = None, config_params: Any = None) -> str:  # fmt: skip
+        assert seen.pop("has_waited"), "it takes memory of the device, too"
         seen.update(config=config, named=getattr(args, "deepspeed_config", None))
         return "built"
 
