@@ -266,9 +266,13 @@ def publish(step: Step, call: Call, report: Publish) -> None:
 
 
 def _brink_with(models: Models, report: Publish) -> AtBrink | None:
-    if report.brink is None or not models.published:
-        return report.brink
-    return report.brink.with_(models.brink)
+    """Return the most memory of a worker at the brink; None: one cannot stop there."""
+    last, others = report.brink, models.brink
+    if last is None or not models.published:
+        return last
+    if others is None:
+        return None
+    return AtBrink(max(last.host, others.host), max(last.device, others.device))
 
 
 def _begin_restore(step: Step) -> None:

@@ -117,12 +117,6 @@ class AtBrink:
     host: int
     device: int
 
-    def with_(self, other: "AtBrink | None") -> "AtBrink | None":
-        """The larger of two workers'; None: one of them cannot stop there."""
-        if other is None:
-            return None
-        return AtBrink(max(self.host, other.host), max(self.device, other.device))
-
 
 @dataclass(frozen=True, slots=True)
 class Hello(Request[Welcome]):
