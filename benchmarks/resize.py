@@ -42,16 +42,16 @@ import torch
 from report import Report
 from resize_figures import (
     DeviceMemory,
+    add_one_model,
     add_ours,
     add_overhead,
     add_stock,
     check_losses,
-    medians,
     read_options,
+    run_up_to_brink,
     there,
 )
-from resize_memory import WorkersMemory
-from resize_runs import Change, Layout, Run, run_by_checkpoint, run_by_scalai
+from resize_runs import Change, Layout, run_by_checkpoint, run_by_scalai
 from warm_copies import copy_seconds
 
 WORKERS = 2
@@ -138,33 +138,6 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     report.add("move_ratio", median(ratios))
 
 
-def run_up_to_brink(report: Report, folder: Path, job: Gpt, changes: int) -> Run:
-    """Run a job whose next workers have no storage before the old ones are gone; add its
-    figures."""
-    timed, watched = folder / "one-model", folder / "watched"
-    timed.mkdir()
-    with DeviceMemory(report, "one_model"):
-        run = run_by_scalai(timed, job, changes, report.say)
-    forth = there(run.changes)
-    report.add("one_model_downtime_s", median_downtime_s(run.changes), "s")
-    report.add("one_model_s", medians([change.report["seconds"] for change in forth]))
-    stages = medians([change.stages for change in forth])
-    report.add("brink_s", {name: stages[name] for name in BRINK_STAGES})
-    report.add("one_model_worker_s", stages)
-    report.add("one_model_worker_cpu_s", medians([change.cpu for change in forth]))
-    watched.mkdir()
-    with WorkersMemory(watched / "ours") as memory:
-        run_by_scalai(watched, job, 2, report.say)
-    report.add("round_gb", [round(size / 1e9, 3) for _, size in sorted(memory.rounds.items())])
-    report.add("peak_gb", memory.peak / 1e9, "GB")
-    report.add("peak_ratio", memory.ratio)
-    return run
-
-
-def median_downtime_s(changes: Sequence[Change]) -> float:
-    return median(change.downtime_s for change in there(changes))
-
-
 def main() -> None:
     options = read_options(__doc__, ("downtime", "ours", "brink", "move", "overhead"))
     report = Report("resize")
@@ -181,16 +154,15 @@ def main() -> None:
             if not has_device:
                 add_moves(report, ours.changes, runs=5)
         if "brink" in wanted:
-            brink = run_up_to_brink(report, folder, replace(job, standby="brink"), options.changes)
+            at_brink = replace(job, standby="brink")
+            brink = run_up_to_brink(report, folder, at_brink, BRINK_STAGES, options.changes)
         if "downtime" in wanted:
             with DeviceMemory(report, "stock"):
                 stock = run_by_checkpoint(folder, job, ours.steps, report.say)
             add_stock(report, stock.changes, ours.changes)
             check_losses(report, ours, stock)
             if "brink" in wanted:
-                check_losses(report, brink, stock, "loss_difference_one_model")
-                stood = median(change.downtime_s for change in there(stock.changes))
-                report.add("downtime_ratio_one_model", stood / median_downtime_s(brink.changes))
+                add_one_model(report, brink, stock)
         if "overhead" in wanted:
             add_overhead(report, folder, PAIRED, Layout(1, "tp1 pp1"), options.pairs)
     finally:

@@ -8,6 +8,12 @@ ranks to one and back, global batch 2. Figures of the changes to one rank:
   over that by scalai-run. A downtime is from the end of the last old step to the end of the first
   new step, minus one median step. ``slowed_s`` is not in it: what the old steps lose while the new
   workers build their engines on the same cores. ``lost_ratio`` counts that too.
+* ``downtime_ratio_one_model``: the same where memory does not hold two models: the next workers
+  run the script up to its engine beside the training (``standby = "brink"``), in ``brink_s`` by
+  phase. ``peak_ratio``: the most memory of the workers of both rounds in further such changes
+  (their share of private memory, without the store's segments), over that of the larger round;
+  the model that a waiting script has built in host memory is not in it
+  (``peak_with_copies_gb``).
 * ``overhead_ratio``: a step with the hooks over one without, in pairs of alternating order.
 
 ``ours_s`` has the phases of the launcher's reports, ``ours_worker_s`` and ``stock_s`` what passes
@@ -25,11 +31,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from report import Report
-from resize_figures import add_ours, add_overhead, add_stock, check_losses, read_options
+from resize_figures import (
+    add_one_model,
+    add_ours,
+    add_overhead,
+    add_stock,
+    check_losses,
+    read_options,
+    run_up_to_brink,
+)
 from resize_runs import Layout, run_by_checkpoint, run_by_scalai
 
 WORKERS = 2
 MEMORY_DISK = "/dev/shm"
+BRINK_STAGES = ("imported", "entered", "connected", "model")
+"""What a worker notes on its way to the brink."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +117,10 @@ PAIRED = Linears(hidden=256, layers=48, steps=0)
 
 
 def main() -> None:
-    options = read_options(__doc__, ("downtime", "ours", "overhead"))
+    options = read_options(__doc__, ("downtime", "ours", "brink", "overhead"))
     report = Report("resize_deepspeed")
     job = replace(SMALL if options.small else FULL, standby=options.standby, prove=options.prove)
-    wanted = {options.only} if options.only else {"downtime", "ours", "overhead"}
+    wanted = {options.only} if options.only else {"downtime", "ours", "brink", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -112,10 +128,15 @@ def main() -> None:
             ours = run_by_scalai(folder, job, options.changes, report.say)
             add_ours(report, ours.changes)
             report.add("state_gb", ours.changes[0].report["bytes_written"] / 1e9, "GB")
+        if "brink" in wanted:
+            at_brink = replace(job, standby="brink")
+            brink = run_up_to_brink(report, folder, at_brink, BRINK_STAGES, options.changes)
         if "downtime" in wanted:
             stock = run_by_checkpoint(folder, job, ours.steps, report.say)
             add_stock(report, stock.changes, ours.changes)
             check_losses(report, ours, stock)
+            if "brink" in wanted:
+                add_one_model(report, brink, stock)
         if "overhead" in wanted:
             add_overhead(report, folder, PAIRED, Layout(1, "tp1 pp1"), options.pairs)
     finally:

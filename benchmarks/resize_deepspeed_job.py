@@ -38,12 +38,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(options: argparse.Namespace) -> Any:
+def build(options: argparse.Namespace, marks: Marks) -> Any:
     """Return the engine."""
     torch.manual_seed(SEED)
     blocks = [torch.nn.Linear(options.hidden, options.hidden) for _ in range(options.layers)]
     model = torch.nn.Sequential(*blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    marks.note("model", bytes=sum(each.nbytes for each in model.parameters()))
     engine, *_ = deepspeed.initialize(args=options, model=model, optimizer=optimizer)
     return engine
 
@@ -97,7 +98,7 @@ def main() -> None:
     for event, at in (("script", STARTED), ("imported", IMPORTED), ("entered", entered)):
         marks.note(event, at)
     marks.note("connected")
-    engine = build(options)
+    engine = build(options, marks)
     marks.note("built", layout=f"dp{dist.get_world_size()}")
     if options.load is not None:
         engine.load_checkpoint(str(options.load))

@@ -10,7 +10,8 @@ from statistics import median
 import numpy as np
 import torch
 from report import Report
-from resize_runs import Change, Job, Layout, Run, elastic_job
+from resize_memory import WorkersMemory
+from resize_runs import Change, Job, Layout, Run, elastic_job, run_by_scalai
 
 from scalai.core.host.standby import POLICIES as STANDBY
 from scalai.core.job.function_proof import POLICIES
@@ -64,6 +65,44 @@ def medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def there(changes: Sequence[Change]) -> list[Change]:
     """Return the changes that do not go back."""
     return list(changes[::2])
+
+
+def median_downtime_s(changes: Sequence[Change]) -> float:
+    return median(change.downtime_s for change in there(changes))
+
+
+def run_up_to_brink(
+    report: Report, folder: Path, job: Job, stages: Sequence[str], changes: int
+) -> Run:
+    """Run a job whose next workers have no memory for a model before the old ones are gone; add its
+    figures. ``stages``: what a worker notes on its way to the brink."""
+    timed, watched = folder / "one-model", folder / "watched"
+    timed.mkdir()
+    with DeviceMemory(report, "one_model"):
+        run = run_by_scalai(timed, job, changes, report.say)
+    forth = there(run.changes)
+    report.add("one_model_downtime_s", median_downtime_s(run.changes), "s")
+    report.add("one_model_s", medians([change.report["seconds"] for change in forth]))
+    taken = medians([change.stages for change in forth])
+    report.add("brink_s", {name: taken[name] for name in stages})
+    report.add("one_model_worker_s", taken)
+    report.add("one_model_worker_cpu_s", medians([change.cpu for change in forth]))
+    watched.mkdir()
+    with WorkersMemory(watched / "ours") as memory:
+        run_by_scalai(watched, job, 2, report.say)
+    report.add("round_gb", [round(size / 1e9, 3) for _, size in sorted(memory.rounds.items())])
+    report.add("peak_gb", memory.peak / 1e9, "GB")
+    if memory.whole != memory.peak:
+        report.add("peak_with_copies_gb", memory.whole / 1e9, "GB")
+    report.add("peak_ratio", memory.ratio)
+    return run
+
+
+def add_one_model(report: Report, brink: Run, stock: Run) -> None:
+    """Add the ratio of the changes by checkpoint to those by the brink, which train the same."""
+    check_losses(report, brink, stock, "loss_difference_one_model")
+    ratio = median_downtime_s(stock.changes) / median_downtime_s(brink.changes)
+    report.add("downtime_ratio_one_model", ratio)
 
 
 def add_ours(report: Report, changes: Sequence[Change]) -> None:

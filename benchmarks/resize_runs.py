@@ -160,8 +160,8 @@ class Round:
         return {int(entry["step"]): float(entry["loss"]) for entry in self._all("step")}
 
 
-STAGES = ("script", "imported", "entered", "connected", "built", "restored", "step")
-"""What a new worker notes on its way, in order."""
+STAGES = ("script", "imported", "entered", "connected", "model", "built", "restored", "step")
+"""What a new worker notes on its way, in order; Megatron's has no ``model`` of its own before."""
 
 
 def change_between(
@@ -170,8 +170,9 @@ def change_between(
     """Return the change from one round to the next. ``before``: what the old workers do last;
     ``asked``: when the change was asked for."""
     moments = [("", old.end()), (before, old.last(before))]
-    moments += [(stage, new.last(stage)) for stage in STAGES]
-    processor = [("", 0.0), *((stage, new.last(stage, "cpu")) for stage in STAGES)]
+    stages = [stage for stage in STAGES if new.has(stage)]
+    moments += [(stage, new.last(stage)) for stage in stages]
+    processor = [("", 0.0), *((stage, new.last(stage, "cpu")) for stage in stages)]
     cpu = {before: round(old.last(before, "cpu") - old.end("cpu"), 4), **_differences(processor)}
     downtime = new.last("step") - old.end() - new.step_s()
     slowed = old.slowed_s(asked)

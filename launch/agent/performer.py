@@ -334,7 +334,7 @@ class Performer:
         """Choose how far the next workers go beside the present ones, and say so."""
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
         policy, memory = self._hands.spec.config.resize.standby, self._hands.memory
-        is_asked = action.on_devices and action.has_brink and policy in (AUTO, BRINK)
+        is_asked = action.on_devices and action.brink and policy in (AUTO, BRINK)
         devices = memory.free() if memory is not None and is_asked else ()
         choice = choose(policy, room_beside(present, action, devices))
         log.info(

@@ -34,6 +34,7 @@ from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.agent_folder import SOCKET, TOKEN
 from scalai.runtime.calls import Peer, Server
 from scalai.runtime.control import ControlPage, control_path
+from scalai.runtime.processes import private_bytes
 from scalai.store.pool import available_memory
 from scalai.store.secure import Folder
 
@@ -283,7 +284,7 @@ def room_beside(present: Iterable[int], action: StartGroup, devices: Sequence[in
         free=available_memory(),
         on_devices=action.on_devices,
         device_free=device_free,
-        has_brink=action.has_brink,
+        brink=action.brink,
     )
 
 
@@ -304,15 +305,6 @@ def _with_offspring(workers: Iterable[int]) -> set[int]:
             if os.getsid(int(entry.name)) in sessions:
                 found.add(int(entry.name))
     return found
-
-
-def private_bytes(pid: int) -> int:
-    """Return the private memory of a process, in bytes; 0: it is gone."""
-    try:
-        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerCalls:

@@ -115,8 +115,8 @@ class ResizeConfig:
         allowed_sizes: World sizes in use, ascending; empty: any.
         min_model_parallel: Smallest TP·PP known to fit into memory; None: the present one.
         standby: Whether the next round's workers build their models while the present ones train:
-            ``auto`` where memory holds both, else without storage (``brink``), ``always``,
-            ``brink``, ``never`` (``core.host.standby``).
+            ``auto`` where memory holds both, else up to the ``brink``; ``always``, ``brink``,
+            ``never`` (``core.host.standby``).
         coordinator_timeout_s: Seconds that workers train on without the coordinator.
         start_timeout_s: Seconds without progress of a starting round before it is given up.
         hang_s: Seconds without a step of any worker before the round starts again, while the usual

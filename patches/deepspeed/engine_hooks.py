@@ -1,7 +1,8 @@
 """Hooks that make a DeepSpeed script elastic, without editing it.
 
 ``deepspeed.initialize`` is wrapped: the configuration is rewritten for the round, and the new
-engine takes part in the job. Decisions are in ``round_config``, ``continuation`` and
+engine takes part in the job. Its entry is the brink of standby workers, or that of ``zero.Init``,
+or of a pipeline on devices, before. Decisions are in ``round_config``, ``continuation`` and
 ``scalai.patches.data``.
 """
 
@@ -56,6 +57,9 @@ from scalai.store.pool import host_memory
 
 log = logging.getLogger(__name__)
 
+FOR_AN_ENGINE = ("scalai.patches.deepspeed.checkpoints", "scalai.patches.deepspeed.deepspeed_state")
+"""Imported before an engine is built, not sooner: the converters that read checkpoints come
+along."""
 PARTITIONED = 3
 """The ZeRO stage with models built in shards."""
 
@@ -143,9 +147,12 @@ class EngineHooks:
         given = given_to(wrapped, args, kwargs)
         config = config_of(given.get("args"), given.get("config"), given.pop("config_params", None))
         has_optimizer = given.get("optimizer") is not None or "optimizer" in (config or {})
-        if config is None or (not has_optimizer and not self._session.facts):
-            return wrapped(*args, **kwargs)  # nothing to read, or nothing to train
+        if config is None:
+            return wrapped(*args, **kwargs)  # nothing to read
         if not has_optimizer:
+            self._session.hold_at_brink()
+            if not self._session.facts:
+                return wrapped(*args, **kwargs)  # nothing to train
             # Batches that came out on the first round's ranks need not on these, for no use.
             given["config"] = without_batches(config)
             with _without_named_config(given.get("args")):
@@ -175,6 +182,9 @@ class EngineHooks:
         self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
         self.feed.is_counting = self.keeps_order and is_placed(self._session)
         given["config"] = rewritten(config, order, batches)
+        for name in FOR_AN_ENGINE:
+            importlib.import_module(name)
+        self._session.hold_at_brink()
         with _without_named_config(given.get("args")):
             built = wrapped(**given)
         if torch.distributed.get_rank() == 0:
@@ -204,6 +214,9 @@ class EngineHooks:
             )
         if topology is None:
             given["num_stages"] = session.pp
+        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        if accelerator.device_name() != "cpu":  # it moves its layers to the device (0.19.8)
+            session.hold_at_brink()
         wrapped(**given)
 
     def partition(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
@@ -216,6 +229,8 @@ class EngineHooks:
             given[name] = spilled(without_batches(config), order)
         if self._session.settings.get("zero_stage") not in (None, PARTITIONED):
             given["enabled"] = False
+        if given.get("enabled", True):
+            self._session.hold_at_brink()
         wrapped(**given)
 
     def count_step(self) -> None:
@@ -319,7 +334,6 @@ class EngineHooks:
 
     def _take_part(self, engine: Any) -> None:
         """Restore the generation into a new engine, and hook its methods."""
-        # With an engine, not before: the converters that read checkpoints come along.
         from scalai.patches.deepspeed.checkpoints import Checkpoints
         from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 

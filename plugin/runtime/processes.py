@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from select import POLLIN, poll
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,15 @@ def imported(local_rank: int) -> "Imports | None":
         if getattr(module, "__spec__", None) is not None and not name.startswith("__")
     ]
     return Imports(tuple(modules), tuple(map(str, sys.path)))
+
+
+def private_bytes(pid: int) -> int:
+    """Return the private memory of a process, in bytes; 0: it is gone."""
+    try:
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def die_with_parent(parent: int) -> None:

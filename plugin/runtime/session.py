@@ -41,6 +41,8 @@ from scalai.core.job.spacing import Schedule
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
+    AtBrink,
+    AwaitRound,
     Hello,
     Publish,
     RankFailed,
@@ -52,6 +54,7 @@ from scalai.core.messages.worker_messages import (
 )
 from scalai.core.tensors.region import Piece
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
+from scalai.runtime.brink import has_any_to_stop, memory_here
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import LEDGER, Consumption, Contradiction
 from scalai.runtime.control import ControlPage, control_path
@@ -206,10 +209,11 @@ class Session:
         step, consumed_samples: Progress: 0 on a fresh start, the generation's after ``attach``.
         restorable_step: Step of the generation for ``attach``, or None. A standby worker will find
             a later one.
-        is_standby: Started during the training of the round before. ``attach`` returns once the old
-            workers have stopped.
+        is_standby: The training of the round before goes on. ``attach``, or ``hold_at_brink``,
+            returns once the old workers have stopped.
         is_at_brink: Memory does not hold a second model beside the training: behind ``begin_build``
-            the model of this standby worker has no storage until ``attach`` restores it.
+            the model of this standby worker has no storage until ``attach`` restores it, and
+            ``hold_at_brink`` waits.
         facts: Facts of the job's first workers (``report_facts``); empty on a fresh start.
         settings: Elastic configuration of a framework's hooks.
         is_measured: A framework's hooks call ``note_numbers``. Else the state may, from ``attach``
@@ -242,7 +246,7 @@ class Session:
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
         self._clock: PassClock | None = None
-        self._has_brink = False
+        self._brink: AtBrink | None = None
         self._unstored: UnstoredBuild | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
         directory = os.environ.get(AGENT_DIRECTORY)
@@ -535,10 +539,34 @@ class Session:
         hold two models (``is_at_brink``). Such a build makes its parameters, and what is made of
         them, without storage, up to ``attach``: it may not compute values from them.
         """
-        self._has_brink = True
-        if self.is_at_brink and self._unstored is None:
+        if self._come_to_brink() and self.is_at_brink:
             self._unstored = UnstoredBuild()
             self._unstored.begin()
+
+    def hold_at_brink(self) -> None:
+        """Announce that model and optimizer take their memory from here on, by code that cannot
+        build without storage (``begin_build``). Call on every rank; another call does nothing.
+
+        A standby worker waits here for its round, if memory does not hold two models on some host
+        of the job: a build has collectives, so that all ranks wait or none.
+
+        Raises:
+            RuntimeError: The round's rendezvous is gone.
+            PeerError: So is the agent, or the round is given up.
+        """
+        if not self._come_to_brink() or self._link is None or not self.is_standby:
+            return
+        if has_any_to_stop(self.world_size, has_this=self.is_at_brink):
+            reached("build")
+            self._link.agent.call(AwaitRound(self.rank, self._link.round))
+            self.is_standby = False
+
+    def _come_to_brink(self) -> bool:
+        """Measure what this worker has taken on its way; False: it is behind the brink."""
+        if self._brink is not None:
+            return False
+        self._brink = memory_here()
+        return True
 
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
@@ -601,7 +629,7 @@ class Session:
                 coordinate=state.coordinate,
                 facts=JsonText.of(self._facts()),
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
-                has_brink=self._has_brink,
+                brink=self._brink,
             )
         )
         storage_s: float | None = None

@@ -212,6 +212,43 @@ def test_stages_between_which_fp16_would_fork_are_refused_at_the_start(
         assert "fp16 with ZeRO stages 0, 1 in one job" in agents.text()
 
 
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("stage", "flags"), [(0, ()), (1, ()), (3, ("--zero-init",))], ids=["0", "1", "zero.Init"]
+)
+def test_next_workers_at_the_brink_go_on_as_if_nothing_had_happened(
+    stage: int, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run the script as far as the engine, or a model in shards, and build that once the old
+    workers are gone. A host that joins has nobody yet, and room for two models; its workers wait
+    for those of the other."""
+    monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
+    given = config(stage, resize={"settle_s": 0.2, "standby": "brink"})
+    flags = ("--loader-workers", "0", *flags)
+    alone = run_alone(tmp_path / "alone", given, *flags)
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    with Agents(folder, None, arguments(folder, "--step-s", "0.6", *flags)) as agents:
+        agents.start("a")
+        agents.wait_for_all(2)
+        agents.start("b", "--nproc-per-node", "1")
+        agents.wait_for_all(3)
+        agents.drain("b")
+        agents.wait_for_all(2)
+        (folder / "hurry").touch()
+        assert agents.exit_code("a") == 0, agents.logs()
+        text = agents.text()
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), (2, 3, 2))
+    levels = re.findall(r"event=standby host=(\w) \S+ level=(\w+)", text)
+    assert sorted(levels) == [("a", "brink"), ("a", "brink"), ("b", "models")]
+    order = re.findall(r"event=(build '|round '|hook framework)", (folder / "a.log").read_text())
+    later = ["build '", "round '", "hook framework"]
+    assert order == [*later[1:], *later, *later], "engines are built in their round"
+
+
 EPOCHS = 60
 THREE_TO_ONE = (3, 2, 1)
 STAGES = {"0.16.9": (2, 3, 1), "0.17.6": (1, 3, 0), "0.18.9": (2, 3, 1)}
@@ -221,11 +258,14 @@ PLACES = ("drain", "write", "written", "commit", "relaunch", "plan", "move", "re
 
 
 @contextlib.contextmanager
-def training(folder: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+def training(
+    folder: Path, stage: int, monkeypatch: pytest.MonkeyPatch, standby: str = "auto"
+) -> Iterator[Agents]:
     """Give a job that may lose anybody. Then it trains to its end, and each of its steps, however
     often it was made, must be that of the uninterrupted run."""
     monkeypatch.setenv("DS_ACCELERATOR", ACCELERATOR)
-    given = config(stage, store={"snapshot_every": 5})
+    resize = {"settle_s": 0.2, "standby": standby}
+    given = config(stage, store={"snapshot_every": 5}, resize=resize)
     flags = ("--loader-workers", "0", "--epochs", str(EPOCHS))
     alone = run_alone(folder / "alone", given, *flags)
     elastic = folder / "elastic"
@@ -233,7 +273,8 @@ def training(folder: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> Itera
     (elastic / "ds.json").write_text(json.dumps(given))
     script = arguments(elastic, "--step-s", "0.6", *flags)
     restarts = ("--max-restarts", "100")
-    again = {"resize.quarantine_s": 0.0}  # the same hosts die again and again
+    # The same hosts die again and again.
+    again = {"resize.quarantine_s": 0.0, "resize.build_timeout_s": 30.0}
     with Agents(elastic, None, script, nodes="1", flags=restarts, constants=again) as agents:
         agents.start("a")
         yield agents
@@ -270,6 +311,30 @@ def test_a_worker_may_die_at_every_place_of_a_change(
 
 @pytest.mark.campaign
 @pytest.mark.turns
+@pytest.mark.fault
+def test_a_worker_of_a_change_by_the_brink_may_die_or_hang_at_any_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the brink (``build``) that costs the running job nothing, and behind it no step: the old
+    state is whole until the new one is proven."""
+    kill, hang = "SIGKILL", "SIGSTOP"
+    places = (("build", kill), ("build", hang), ("write", kill), ("relaunch", kill))
+    with training(tmp_path, 0, monkeypatch, standby="brink") as agents:
+        agents.wait_for_all(2)
+        agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
+        for number, (place, name) in enumerate((*places, ("restore", kill))):
+            levels, changes = agents.text().count("level=brink"), len(agents.resizes())
+            agents.arm(place, "0", name)
+            agents.scale(nproc=1 + number % 2)
+            agents.wait_for_death()
+            agents.wait_for_all(1 + number % 2)
+            agents.wait_until(lambda: len(agents.resizes()) > changes, f"steps after {place}")  # noqa: B023
+            assert agents.text().count("level=brink") > levels, place
+            lost = [report.get("steps_lost", 0) for report in agents.resizes()]
+            assert not any(lost), f"{place}: {lost}\n{agents.logs()}"
+
+
+@pytest.mark.campaign
 @pytest.mark.fault
 @pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -28,6 +28,7 @@ from scalai.core.errors import PeerError, RefusedError
 from scalai.core.host.actions import StartGroup
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
+    AtBrink,
     Hello,
     Imports,
     RankFinished,
@@ -52,12 +53,12 @@ from scalai.launch.agent.worker_group import (
     WorkerCalls,
     WorkerGroups,
     offer,
-    private_bytes,
     room_beside,
 )
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.agent_folder import call_agent
+from scalai.runtime.processes import private_bytes
 from scalai.vfs.fuse import NAMES_S
 from support.stopping import stop
 from support.wire_words import workers as wanted
@@ -366,13 +367,13 @@ def worker() -> Iterator[int]:
 
 
 def test_the_room_for_further_workers_is_measured(worker: int) -> None:
-    action = StartGroup(wanted(2, 0, 3), is_standby=True, on_devices=True, has_brink=True)
+    action = StartGroup(wanted(2, 0, 3), is_standby=True, on_devices=True, brink=AtBrink(0, 0))
     room = room_beside([worker, os.getpid(), GONE], action, [7 << 30, 6 << 30])
     assert MEGABYTES << 20 <= private_bytes(worker) < (MEGABYTES + 50) << 20
     # This process allocates between two looks.
     assert abs(room.used - max(map(private_bytes, [worker, os.getpid()]))) < 16 << 20
     assert room.workers == 3 and room.device_free == 3 << 30, "two of them share a device"
-    assert room.on_devices and room.has_brink and 0 < room.free <= psutil.virtual_memory().total
+    assert room.on_devices and room.brink and 0 < room.free <= psutil.virtual_memory().total
     nothing = room_beside([GONE], action, [])
     assert nothing.used == 0 and nothing.device_free is None
 

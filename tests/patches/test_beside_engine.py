@@ -1,6 +1,7 @@
 """What a script adds on the way, to the optimizer, to its checkpoints, of models that do not train,
 is taken, refused or told of; what it does again is compared, and what it keeps itself is seen."""
 
+import importlib
 import inspect
 import json
 import logging
@@ -97,11 +98,15 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
     batches = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
     stated: dict[str, Any] = {**batches, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(stated))
-    hooks = EngineHooks(lambda: namespace(facts={} if is_first else {"first_dp": 2}))
     seen: dict[str, Any] = {}
+    session = namespace(
+        facts={} if is_first else {"first_dp": 2}, hold_at_brink=lambda: seen.update(has_waited=1)
+    )
+    hooks = EngineHooks(lambda: session)
 
     def initialize(args: Any = None, model: Any = None, optimizer: Any = None,
                    config: Any = None, config_params: Any = None) -> str:  # fmt: skip
+        assert seen.pop("has_waited"), "it takes memory of the device, too"
         seen.update(config=config, named=getattr(args, "deepspeed_config", None))
         return "built"
 
@@ -114,6 +119,42 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
         built = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
         assert seen == {"config": built, "named": None}
     assert named.deepspeed_config == str(tmp_path / "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("stage", "enabled", "waits"),
+    [(3, True, True), (None, True, True), (1, True, False), (None, False, False)],
+)
+def test_a_model_in_shards_is_built_behind_the_brink(
+    stage: int | None, enabled: bool, waits: bool
+) -> None:
+    """A whole one is in host memory before it."""
+    done = list[str]()
+    session = namespace(
+        settings={"zero_stage": stage}, offload=None, hold_at_brink=lambda: done.append("waits")
+    )
+
+    def init(module: Any = None, config_dict_or_path: Any = None, enabled: bool = True) -> None:
+        done.append("builds")
+
+    EngineHooks(lambda: session).partition(init, None, (), {"enabled": enabled})
+    assert done == ["waits"] * waits + ["builds"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pipeline_is_built_behind_the_brink_where_it_takes_memory_of_a_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    monkeypatch.setattr(type(accelerator), "device_name", lambda *_: device)
+    done = list[str]()
+    session = namespace(pp=1, facts={}, hold_at_brink=lambda: done.append("waits"))
+
+    def build(layers: Any, num_stages: Any = None, topology: Any = None) -> None:
+        done.append("builds")
+
+    EngineHooks(lambda: session).make_pipeline(build, None, (), {"layers": [], "num_stages": 1})
+    assert done == ["waits"] * (device == "cuda") + ["builds"]
 
 
 class Ema:

@@ -14,6 +14,7 @@ from scalai.core.messages import commands
 from scalai.core.messages.reports import Report, WorkersFailed
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
+    AtBrink,
     AwaitFreeze,
     BeginSnapshot,
     Publish,
@@ -147,9 +148,10 @@ class LawHost:
         """All workers publish; return their calls. ``brink``: ranks that can stop there."""
         none, facts = Collection.of([]), JsonText.of({})
         found = [held.get(rank, none) for rank in self.ranks]
+        places = {rank: AtBrink(rank, 1) if rank in brink else None for rank in self.ranks}
         return [
             self.ask(
-                Publish(rank, number, is_restoring, it, it, f"r{rank}", facts, False, rank in brink)
+                Publish(rank, number, is_restoring, it, it, f"r{rank}", facts, False, places[rank])
             )
             for rank, it in enumerate(found)
         ]

@@ -25,6 +25,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText, Named
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
+    AwaitRound,
     BeginSnapshot,
     Hello,
     Publish,
@@ -101,8 +102,9 @@ class SimulatedHands:
                 host.unsent.append(report)
             case actions.AnswerCall(call, value, error):
                 self._answered(call, value, is_refused=bool(error))
-            case actions.AnswerHello(call):
-                self._answered(call, "welcome")
+            case actions.AnswerHello(call, workers, _, is_at_brink):
+                # What is at the brink waits there for its round, or is built without storage.
+                self._answered(call, is_at_brink and workers.round % 4 == 1)
             case actions.StartGroup(workers):
                 if host.cannot_start:
                     return [events.Failed(action, "no process")]
@@ -218,6 +220,8 @@ class SimulatedHands:
         """Let a worker's script go on with an answer."""
         match worker.doing:
             case "hello":
+                worker.doing = "wait" if value else "publish"
+            case "wait":
                 worker.doing = "publish"
             case "publish" if isinstance(value, Source):
                 worker.source = worker.step = value.step
@@ -298,6 +302,8 @@ class SimulatedHands:
         match worker.doing.partition(" ")[0]:
             case "hello":
                 return Hello(rank, number)
+            case "wait":
+                return AwaitRound(rank, number)
             case "publish":
                 return Publish(rank, number, True, held, held, f"r{rank}", NONE, False)
             case "restored":

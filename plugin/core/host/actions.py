@@ -10,7 +10,7 @@ from scalai.core.jsonable import Json
 from scalai.core.messages.commands import Command, Exit, Start, Workers
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
-from scalai.core.messages.worker_messages import Imports, RankSnapshot, WriteOrder
+from scalai.core.messages.worker_messages import AtBrink, Imports, RankSnapshot, WriteOrder
 from scalai.core.tensors.collection import Collection
 
 
@@ -61,14 +61,14 @@ class StartGroup:
     """Start the workers of a round. Result: their level of standby, which the room beside present
     workers allows (``standby.choose``); None: they begin at once.
 
-    ``on_devices``: their state is in device memory; ``has_brink``: their script can stop at the
-    brink.
+    ``on_devices``: the present ones' state is in device memory; ``brink``: their memory at the
+    brink; None: their script cannot stop there.
     """
 
     workers: Workers
     is_standby: bool
     on_devices: bool = False
-    has_brink: bool = False
+    brink: AtBrink | None = None
 
 
 @dataclass(frozen=True, slots=True)

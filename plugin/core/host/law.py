@@ -25,6 +25,7 @@ from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
+    AwaitRound,
     AwaitSlot,
     BeginSnapshot,
     Hello,
@@ -53,7 +54,9 @@ OF_THE_PRESENT_ROUND = (
     commands.Rescue,
 )
 """Commands to the workers of a round; too late for any other round."""
-OF_BOTH_ROUNDS = (Hello, Publish, AwaitSlot, RankFinished, RankRefused, RankUnhooked)
+OF_BOTH_ROUNDS = (
+    Hello, AwaitRound, Publish, AwaitSlot, RankFinished, RankRefused, RankUnhooked,
+)  # fmt: skip
 """Requests allowed from workers on standby."""
 
 
@@ -296,6 +299,8 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             step.change_of(request.round, calls=current.calls)
             at_brink = is_standby and current.is_at_brink
             step.do(actions.AnswerHello(call, current.workers, is_standby, at_brink))
+        case AwaitRound():
+            rounds.await_round(step, call, request)
         case Publish():
             rounds.publish(step, call, request)
         case AwaitSlot():

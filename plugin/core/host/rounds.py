@@ -14,7 +14,14 @@ from scalai.core.host.state import Call, Finish, Group, Models, RankModel, Round
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
 from scalai.core.messages import commands, reports
-from scalai.core.messages.worker_messages import Publish, RankFinished, RankRestored, RankStepped
+from scalai.core.messages.worker_messages import (
+    AtBrink,
+    AwaitRound,
+    Publish,
+    RankFinished,
+    RankRestored,
+    RankStepped,
+)
 from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.fingerprint import distinct_pieces
 from scalai.core.tensors.holders import held_together
@@ -52,9 +59,11 @@ def start(step: Step, command: commands.Start) -> None:
     standby, number = step.state.standby, command.workers.round
     if standby is not None and standby.number == number:
         step.change(round=standby, standby=None)
-        step.change_round(command=command)
+        step.change_round(command=command, awaiting={})
         step.do(actions.BeginGroup(number))
         group_started(step, number)
+        for _, call in sorted(standby.awaiting.items()):
+            step.answer(call)
         if standby.is_complete(standby.models.published):
             _begin_restore(step)
         return
@@ -82,7 +91,7 @@ def _start_due(step: Step) -> None:
                 standby.workers,
                 is_standby=True,
                 on_devices=models.uses_devices,
-                has_brink=models.has_brink,
+                brink=models.brink,
             )
         )
 
@@ -215,6 +224,20 @@ def refuse(step: Step, number: int, reason: str) -> None:
 # ---------------------------------------------------------------------- what workers say
 
 
+def await_round(step: Step, call: Call, request: AwaitRound) -> None:
+    """Have a worker wait at the brink. All of the job's do, once one of them has to, whatever the
+    level on this host: so theirs is a whole build."""
+    current = step.of(request.round)
+    assert current is not None
+    if step.is_present(request.round):
+        step.answer(call)
+        return
+    awaiting = {**current.awaiting, request.rank: call}
+    step.change_of(request.round, awaiting=awaiting, is_at_brink=True)
+    if current.is_complete(awaiting):
+        step.tell(reports.Built(request.round))
+
+
 def publish(step: Step, call: Call, report: Publish) -> None:
     """Record a worker's held and wanted pieces, after the build of its model."""
     current = step.of(report.round)
@@ -230,7 +253,7 @@ def publish(step: Step, call: Call, report: Publish) -> None:
         published={**models.published, report.rank: model},
         facts={**models.facts, **report.facts.value()},
         uses_devices=models.uses_devices or report.uses_devices,
-        has_brink=report.has_brink and (models.has_brink or not models.published),
+        brink=_brink_with(models, report),
         is_unhooked=False,
     )
     step.change_of(report.round, models=models)
@@ -240,6 +263,16 @@ def publish(step: Step, call: Call, report: Publish) -> None:
         _begin_restore(step)
     else:
         step.tell(reports.Built(report.round))
+
+
+def _brink_with(models: Models, report: Publish) -> AtBrink | None:
+    """Return the most memory of a worker at the brink; None: one cannot stop there."""
+    last, others = report.brink, models.brink
+    if last is None or not models.published:
+        return last
+    if others is None:
+        return None
+    return AtBrink(max(last.host, others.host), max(last.device, others.device))
 
 
 def _begin_restore(step: Step) -> None:

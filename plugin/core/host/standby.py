@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from scalai.core.messages.worker_messages import AtBrink
+
 MEMORY_RESERVE = 1.25
-"""Private memory of a new worker, relative to the largest present one."""
+"""Memory of a new worker, relative to the largest present one at the same place."""
 HOST_BYTES, DEVICE_BYTES = 512 << 20, 2 << 30
-"""Most memory of a worker without a model: of a host, by what it has imported and does not share;
-of a device, by its context and communicators. Estimates: no device has measured the second one."""
+"""Memory of a worker without a model: of a host, by what it has imported and does not share; of a
+device, by its context and communicators. Estimates: no device has measured the second one."""
 
 AUTO, ALWAYS, BRINK, NEVER = POLICIES = ("auto", "always", "brink", "never")
 """``[resize] standby``: by the room; two models, whatever the room; the brink at most; nothing."""
@@ -19,7 +21,8 @@ class Standby(Enum):
     MODELS = "models"
     """They build their models beside the present ones."""
     BRINK = "brink"
-    """They build them without storage, which they take once the present workers are gone."""
+    """They come as far as they can without it: all is built without storage (Megatron-LM, loops
+    with ``begin_build``), or nothing of the engine yet (DeepSpeed)."""
     NOTHING = "nothing"
     """They start once the present workers are gone."""
 
@@ -33,7 +36,8 @@ class Room:
         free: Free memory of the host.
         on_devices: Whether the state is in device memory.
         device_free: Free memory of the fullest device, per worker on it; None: unknown.
-        has_brink: Whether the present workers' script could have stopped at the brink.
+        brink: Memory of the largest present worker at the brink; None: one could not have stopped
+            there.
     """
 
     workers: int
@@ -41,7 +45,7 @@ class Room:
     free: int
     on_devices: bool = False
     device_free: int | None = None
-    has_brink: bool = False
+    brink: AtBrink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +89,21 @@ def _against_models(policy: str, room: Room) -> str:
 
 def _against_brink(room: Room) -> str:
     """Return the reason against the brink; empty: there is none."""
-    if not room.has_brink:
+    if room.brink is None:
         return "the script cannot stop before its model has memory"
-    needed, free = room.workers * HOST_BYTES, _gb(room.free)
+    each = max(HOST_BYTES, int(room.brink.host * MEMORY_RESERVE))
+    needed, free = room.workers * each, _gb(room.free)
     if needed > room.free:
-        return f"{room.workers} workers without models may take {_gb(needed)}, {free} are free"
+        return f"{room.workers} workers at the brink may take {_gb(needed)}, {free} are free"
     if not room.on_devices:
         return ""
     if room.device_free is None:
         return "the free memory of the devices is unknown"
-    if room.device_free >= DEVICE_BYTES:
+    needed = DEVICE_BYTES + int(room.brink.device * MEMORY_RESERVE)
+    if room.device_free >= needed:
         return ""
     free = _gb(room.device_free)
-    return f"a context may take {_gb(DEVICE_BYTES)} of a device, {free} are free"
+    return f"a worker at the brink may take {_gb(needed)} of a device, {free} are free"
 
 
 def _gb(size: int) -> str:

@@ -15,6 +15,7 @@ from scalai.core.messages.commands import Build, Commit, Start, Workers
 from scalai.core.messages.reports import Finished, WorkersFailed
 from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.messages.worker_messages import (
+    AtBrink,
     BeginSnapshot,
     RankRestored,
     RankSnapshot,
@@ -65,7 +66,7 @@ class Models:
         published: By rank.
         tensors: Number of tensors in the whole job, once every host has published.
         uses_devices: Workers keep state in device memory.
-        has_brink: The script of all workers can be built without storage.
+        brink: The most memory of a worker at the brink; None: one cannot stop there.
         is_unhooked: A worker trains without hooks.
         is_proven: Workers may train: their initial state is proven.
     """
@@ -74,7 +75,7 @@ class Models:
     facts: Mapping[str, Json] = field(default_factory=dict)
     tensors: int | None = None
     uses_devices: bool = False
-    has_brink: bool = False
+    brink: AtBrink | None = None
     is_unhooked: bool = False
     is_proven: bool = False
 
@@ -256,7 +257,8 @@ class Round:
 
     Attributes:
         command: The coordinator's command; ``Build`` for a standby that has not begun.
-        is_at_brink: Its workers were on standby without storage for their models.
+        is_at_brink: Its workers were on standby without memory for their models.
+        awaiting: Calls of workers that wait at the brink for its beginning, by rank.
         is_ending: Its workers are being ended.
         calls: Pending calls of its workers.
         first: Its first step.
@@ -274,6 +276,7 @@ class Round:
     command: Build | Start
     group: Group = Group.NONE
     is_at_brink: bool = False
+    awaiting: Mapping[int, Call] = field(default_factory=dict)
     is_ending: bool = False
     calls: frozenset[Call] = frozenset()
     models: Models = field(default_factory=Models)

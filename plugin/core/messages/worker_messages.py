@@ -86,7 +86,7 @@ class Welcome:
         is_async: Snapshots on the way are written beside the training.
         has_emergency: A worker that outlives a failure writes its state.
         restorable_step: Step of the generation for ``Publish``; None: no generation.
-        is_at_brink: On standby without memory for a second model: it builds without storage.
+        is_at_brink: On standby without memory for a second model: it stops before it takes any.
         facts: Facts of the job's first workers.
         settings: The elastic configuration's values for a framework's hooks.
         run: Name of this run of the job.
@@ -107,6 +107,15 @@ class Welcome:
     offload: Offload | None = None
     paces: tuple[int, ...] | None = None
     is_at_brink: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AtBrink:
+    """Memory of a worker at the brink, in bytes: of its ``host`` and ``device``, by all that its
+    script has made before."""
+
+    host: int
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +149,8 @@ class Source:
 @dataclass(frozen=True, eq=False, slots=True)
 class Publish(Request[Source | None]):
     """The model is built. ``held``: pieces of this rank at a snapshot; ``wanted``: pieces to
-    restore; ``coordinate``: place of its own state; ``has_brink``: its script can be built without
-    storage.
+    restore; ``coordinate``: place of its own state; ``brink``: its memory where its script can stop
+    on standby; None: nowhere.
 
     Answered once all needed bytes are on this host; None: the workers begin from their built state.
     """
@@ -154,11 +163,20 @@ class Publish(Request[Source | None]):
     coordinate: str
     facts: JsonText
     uses_devices: bool
-    has_brink: bool = False
+    brink: AtBrink | None = None
 
     def __post_init__(self) -> None:
         self.held.check()
         self.wanted.check()
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitRound(Request[None]):
+    """This rank, on standby, has come to the brink, and builds its model only in its round.
+    Answered once that begins."""
+
+    rank: int
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +337,7 @@ class RankUnhooked(Request[None]):
 
 
 WorkerRequest = (
-    Hello | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankUnwritten | RankRestored
-    | RankStepped | RankFinished | RankRefused | RankUnhooked | AwaitFreeze | RankFrozen
-    | RankFailed
+    Hello | AwaitRound | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankUnwritten
+    | RankRestored | RankStepped | RankFinished | RankRefused | RankUnhooked | AwaitFreeze
+    | RankFrozen | RankFailed
 )  # fmt: skip

@@ -18,6 +18,8 @@ from scalai.core.host.standby import Standby
 from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
+    AtBrink,
+    AwaitRound,
     BeginSnapshot,
     Hello,
     Imports,
@@ -145,11 +147,41 @@ def test_next_workers_hear_how_far_they_go_beside_the_training(brink: tuple[int,
     host.begin()
     host.publish(brink=brink)
     host.build(level=Standby.BRINK)
-    assert host.all(actions.StartGroup)[-1].has_brink is (brink == (0, 1))
+    found = AtBrink(1, 1) if brink == (0, 1) else None
+    assert host.all(actions.StartGroup)[-1].brink == found, "the largest of all"
     host.ask(Hello(0, 2))
     assert host.all(actions.AnswerHello)[-1].is_at_brink
     host.ask(Hello(0, 1))
     assert not host.all(actions.AnswerHello)[-1].is_at_brink
+
+
+def test_workers_that_have_nothing_built_at_the_brink_build_it_in_their_round() -> None:
+    host = LawHost()
+    host.train()
+    host.build(level=Standby.MODELS)  # others of the job have no room, so these wait as well
+    calls = [host.ask(AwaitRound(0, 2))]
+    assert reports.Built(2) not in host.reports()
+    calls.append(host.ask(AwaitRound(1, 2)))
+    assert host.reports()[-1] == reports.Built(2) and not set(calls) & set(host.answers())
+    host.obey(commands.Stop(1, True))
+    host.end()
+    host.obey(start(2, 0, 2, is_built=True))
+    assert set(calls) <= set(host.answers())
+    host.publish(2, held=HELD)
+    assert host.told(reports.Published)[-1].round == 2
+    late = host.ask(AwaitRound(0, 2))
+    assert late in host.answers(), "its round has begun"
+
+
+def test_the_end_of_workers_at_the_brink_answers_them_and_leaves_the_training_alone() -> None:
+    host = LawHost()
+    host.train()
+    host.build(level=Standby.BRINK)
+    calls = [host.ask(AwaitRound(rank, 2)) for rank in (0, 1)]
+    host.over(2, "rank 1 was killed")
+    assert host.reports()[-1] == reports.Built(2, "rank 1 was killed") and host.failure() is None
+    host.end(2)
+    assert set(calls) <= set(host.refused())
 
 
 def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> None:

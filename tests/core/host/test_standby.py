@@ -15,11 +15,14 @@ from scalai.core.host.standby import (
     Standby,
     choose,
 )
+from scalai.core.messages.worker_messages import AtBrink
 
 GB = 1_000_000_000
-WIDE = Room(2, used=4 * GB, free=10 * GB, has_brink=True)
+WIDE = Room(2, used=4 * GB, free=10 * GB, brink=AtBrink(0, 0))
 SHORT = replace(WIDE, free=9 * GB)
 """Room for two models with the reserve, and for less."""
+HOST_COPY = replace(SHORT, free=5 * GB, brink=AtBrink(2 * GB, 0))
+"""Room for what two scripts build in host memory before the brink, with the reserve."""
 DEVICE = replace(WIDE, on_devices=True, device_free=DEVICE_BYTES)
 
 
@@ -28,18 +31,21 @@ DEVICE = replace(WIDE, on_devices=True, device_free=DEVICE_BYTES)
     [
         (AUTO, WIDE, Standby.MODELS, ""),
         (AUTO, SHORT, Standby.BRINK, "2 models may take 10.0 GB, 9.0 GB are free"),
-        (AUTO, replace(SHORT, has_brink=False), Standby.NOTHING, "the script cannot stop before"),
+        (AUTO, replace(SHORT, brink=None), Standby.NOTHING, "the script cannot stop before"),
         (AUTO, replace(WIDE, free=2 * HOST_BYTES), Standby.BRINK, "2 models"),
-        (AUTO, replace(WIDE, free=2 * HOST_BYTES - 1), Standby.NOTHING, "without models"),
+        (AUTO, replace(WIDE, free=2 * HOST_BYTES - 1), Standby.NOTHING, "at the brink may take"),
+        (AUTO, HOST_COPY, Standby.BRINK, "2 models"),
+        (AUTO, replace(HOST_COPY, free=5 * GB - 1), Standby.NOTHING, "may take 5.0 GB"),
         (AUTO, DEVICE, Standby.BRINK, "device memory holds one model"),
-        (AUTO, replace(DEVICE, device_free=DEVICE_BYTES - 1), Standby.NOTHING, "a context"),
+        (AUTO, replace(DEVICE, device_free=DEVICE_BYTES - 1), Standby.NOTHING, "of a device"),
+        (AUTO, replace(DEVICE, brink=AtBrink(0, GB)), Standby.NOTHING, "may take 3.4 GB of a"),
         (AUTO, replace(DEVICE, device_free=None), Standby.NOTHING, "is unknown"),
-        (AUTO, replace(DEVICE, has_brink=False), Standby.NOTHING, "device memory holds one model"),
+        (AUTO, replace(DEVICE, brink=None), Standby.NOTHING, "device memory holds one model"),
         (AUTO, Room(2, used=0, free=0), Standby.MODELS, ""),
         (ALWAYS, Room(2, used=4 * GB, free=0), Standby.MODELS, ""),
         (ALWAYS, replace(DEVICE, device_free=None), Standby.MODELS, ""),
         (BRINK, WIDE, Standby.BRINK, "standby is brink"),
-        (BRINK, replace(WIDE, has_brink=False), Standby.NOTHING, "the script cannot stop before"),
+        (BRINK, replace(WIDE, brink=None), Standby.NOTHING, "the script cannot stop before"),
         (NEVER, WIDE, Standby.NOTHING, "standby is never"),
     ],
 )
