@@ -159,6 +159,7 @@ class Performer:
             offload=workers.offload,
             paces=workers.paces,
             is_at_brink=action.is_at_brink,
+            is_from_standby=action.is_from_standby,
         )
         self._answer(action.call, welcome)
 

@@ -554,11 +554,14 @@ class Session:
             RuntimeError: The round's rendezvous is gone.
             PeerError: So is the agent, or the round is given up.
         """
-        if not self._come_to_brink() or self._link is None or not self.is_standby:
+        welcome, link = self._welcome, self._link
+        if not self._come_to_brink() or link is None or welcome is None:
+            return
+        if not welcome.is_from_standby:
             return
         if has_any_to_stop(self.world_size, has_this=self.is_at_brink):
             reached("build")
-            self._link.agent.call(AwaitRound(self.rank, self._link.round))
+            link.agent.call(AwaitRound(self.rank, link.round))
             self.is_standby = False
 
     def _come_to_brink(self) -> bool:

@@ -54,6 +54,7 @@ class AnswerHello:
     workers: Workers
     is_standby: bool
     is_at_brink: bool = False
+    is_from_standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)

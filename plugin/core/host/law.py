@@ -298,7 +298,10 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             is_standby = not step.is_present(request.round)
             step.change_of(request.round, calls=current.calls)
             at_brink = is_standby and current.is_at_brink
-            step.do(actions.AnswerHello(call, current.workers, is_standby, at_brink))
+            answer = actions.AnswerHello(
+                call, current.workers, is_standby, at_brink, current.is_from_standby
+            )
+            step.do(answer)
         case AwaitRound():
             rounds.await_round(step, call, request)
         case Publish():

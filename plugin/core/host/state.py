@@ -297,6 +297,11 @@ class Round:
     outcome: Raised | WorkersFailed | Finished | None = None
 
     @property
+    def is_from_standby(self) -> bool:
+        """Whether its workers were started beside those before, on all hosts alike."""
+        return isinstance(self.command, Build) or self.command.is_built
+
+    @property
     def workers(self) -> Workers:
         return self.command.workers
 

@@ -87,6 +87,8 @@ class Welcome:
         has_emergency: A worker that outlives a failure writes its state.
         restorable_step: Step of the generation for ``Publish``; None: no generation.
         is_at_brink: On standby without memory for a second model: it stops before it takes any.
+        is_from_standby: This round's workers were started on standby, on all hosts; this one may
+            ask late, behind the round's beginning.
         facts: Facts of the job's first workers.
         settings: The elastic configuration's values for a framework's hooks.
         run: Name of this run of the job.
@@ -107,6 +109,7 @@ class Welcome:
     offload: Offload | None = None
     paces: tuple[int, ...] | None = None
     is_at_brink: bool = False
+    is_from_standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)

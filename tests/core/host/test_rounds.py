@@ -59,7 +59,8 @@ def test_workers_are_welcomed_and_publish_what_they_hold() -> None:
     host.begin()
     host.ask(Hello(1, 1))
     (welcome,) = host.all(actions.AnswerHello)
-    assert welcome.workers.round == 1 and not welcome.is_standby
+    assert welcome.workers.round == 1
+    assert not (welcome.is_standby or welcome.is_from_standby)
     calls = host.publish(held=HELD)
     (published,) = host.told(reports.Published)
     assert set(published.tensors) == {tensor.name for tensor in HELD[0].tensors}
@@ -138,6 +139,9 @@ def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
     host.obey(start(2, 0, 2, is_built=True))
     assert actions.BeginGroup(2) in host.done and set(calls) <= set(host.answers())
     assert len(host.all(actions.StartGroup)) == 2
+    host.ask(Hello(1, 2))  # a leaving host is not waited for
+    late = host.all(actions.AnswerHello)[-1]
+    assert late.is_from_standby and not late.is_standby, "it meets the others at the brink"
 
 
 @pytest.mark.parametrize("brink", [(0, 1), (1,), (0,), ()])
