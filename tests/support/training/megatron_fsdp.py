@@ -54,7 +54,7 @@ def on_cpu() -> Iterator[None]:
     with (
         patch.object(torch, "device", _Device),
         patch.object(DeviceMesh, "from_group", from_group),
-        patch.object(mcore_fsdp_adapter, "TELinear", type("TELinear", (), {})),
+        patch.object(mcore_fsdp_adapter, "TELinear", type("TELinear", (), {}), create=True),
     ):
         yield
 
