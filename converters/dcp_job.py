@@ -15,13 +15,14 @@ The same key may be either form: ``.metadata`` keeps each key's path in the tree
 Source: torch/distributed/checkpoint/state_dict.py and _nested_dict.py of torch 2.13.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import MAIN
-from scalai.converters.dcp_metadata import ObjectPath, StoredKey
+from scalai.converters.checkpoint import MAIN, Order
+from scalai.converters.dcp_metadata import ObjectPath, StoredKey, key_of
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import HALF
 
@@ -93,10 +94,6 @@ class DcpJob:
         return tuple(group for tree in self.optimizers for group in tree.groups)
 
 
-def key_of(path: ObjectPath) -> str:
-    return ".".join(map(str, path))
-
-
 @dataclass(frozen=True, slots=True)
 class State:
     """An entry of an optimizer's ``state``."""
@@ -116,6 +113,7 @@ class SplitKeys:
         weights: Keys of weights -> names.
         states: Keys of states, tensors and objects.
         values: Keys of parameter groups -> (tree, group's number or parameter's name, entry).
+        numbers: Names of parameters by their numbers in the optimizer; empty: it has names.
     """
 
     model: ObjectPath
@@ -123,6 +121,7 @@ class SplitKeys:
     weights: Mapping[str, str]
     states: Mapping[str, State]
     values: Mapping[str, tuple[int, int | str, str]]
+    numbers: tuple[str, ...] = ()
 
 
 def split_keys(
@@ -130,8 +129,12 @@ def split_keys(
     objects: Iterable[str],
     paths: Mapping[str, ObjectPath],
     where: Path,
+    order: Order | None = None,
 ) -> SplitKeys:
     """Tell weights from states and parameter groups.
+
+    Args:
+        order: Of the optimizer's parameters, where it has numbers for them.
 
     Raises:
         RefusedError: States are of parameters that are not there, or are not named.
@@ -162,18 +165,63 @@ def split_keys(
     if model == ():
         weights = {key: name for key, name in weights.items() if len(known[key]) == 1}
     lacking = sorted(named - set(weights.values()))
-    if lacking and all(name.isdecimal() for name in named):
-        raise RefusedError(
-            f"{where} keeps the optimizer's states under numbers ({', '.join(lacking[:3])}), as "
-            "optimizer.state_dict() does, and no names say whose they are. Save it by "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them."
-        )
+    numbers: tuple[str, ...] = ()
+    if lacking and all(re.fullmatch(r"\d{1,9}", name) for name in named):
+        numbers = _numbered(list(weights.values()), order, where)
+        states = _renamed(tensors, weights, states, numbers, where)
+        lacking = []
     if lacking:
         raise RefusedError(
             f"{where} has optimizer states of {len(lacking)} parameters that are not in it: "
             f"{', '.join(lacking[:5])}. It is mixed from two saves, or incomplete: use another one."
         )
-    return SplitKeys(model, trees, weights, states, values)
+    return SplitKeys(model, trees, weights, states, values, numbers)
+
+
+def _numbered(names: Sequence[str], order: Order | None, where: Path) -> tuple[str, ...]:
+    """Return the parameters by their numbers: groups one behind the other, as torch counts them.
+
+    Raises:
+        RefusedError: Their order is not known.
+    """
+    dealt = [None if order is None else order(of) for of in (names, names[::-1])]
+    if dealt[0] is None or dealt[0] != dealt[1]:
+        raise RefusedError(
+            f"{where} keeps the optimizer's states under numbers, as optimizer.state_dict() does, "
+            "and nothing says whose they are. Save it by "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them; "
+            "or pass --args-from with such a checkpoint of the job, or with a file whose "
+            "[[deepspeed.group]] tables list the parameters by name, in the optimizer's order."
+        )
+    return tuple(name for group in dealt[0] for name in group)
+
+
+def _renamed(
+    tensors: Sequence[StoredKey],
+    weights: Mapping[str, str],
+    states: Mapping[str, State],
+    numbers: Sequence[str],
+    where: Path,
+) -> dict[str, State]:
+    """Return states under names instead of numbers.
+
+    Raises:
+        RefusedError: A number has no name, or a state another shape than its parameter.
+    """
+    shapes = {weights[of.key]: of.shape for of in tensors if of.key in weights}
+    of_key = {of.key: of.shape for of in tensors}
+    found = {}
+    for key, state in states.items():
+        number = int(state.name)
+        name = numbers[number] if number < len(numbers) else ""
+        shape = of_key.get(key, ())
+        if name not in shapes or shape not in ((), (1,), shapes[name]):
+            raise RefusedError(
+                f"{where}: {key} is {list(shape)}, and parameter {number} of the order given by "
+                f"--args-from is {name or 'none'} {list(shapes.get(name, ()))}. Correct the order."
+            )
+        found[key] = replace(state, name=name)
+    return found
 
 
 def _guessed(key: str) -> ObjectPath:

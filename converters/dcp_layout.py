@@ -14,7 +14,8 @@ Source: torch/distributed/checkpoint of torch 2.13; utils/fsdp_utils.py of Accel
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from scalai.converters.checkpoint import (
     CheckpointFile,
     CheckpointTarget,
     FilePiece,
+    Order,
     ReadOptions,
     Values,
     WriteOptions,
@@ -40,7 +42,7 @@ from scalai.converters.checkpoint import (
     stored_files,
 )
 from scalai.converters.dcp_described import described
-from scalai.converters.dcp_files import ArchiveFiles
+from scalai.converters.dcp_files import StoredArchives, TreeFiles
 from scalai.converters.dcp_job import (
     DCP,
     MEMBERS,
@@ -49,39 +51,31 @@ from scalai.converters.dcp_job import (
     DcpJob,
     OptimizerTree,
     SplitKeys,
-    key_of,
     kind_of,
     same_groups,
     split_keys,
 )
 from scalai.converters.dcp_metadata import (
-    Chunk,
     Extent,
     Metadata,
     ObjectPath,
-    StoredKey,
+    key_of,
     read_metadata,
     read_objects,
     stray_notes,
-    write_metadata,
 )
 from scalai.converters.foreign import is_of_megatron
 from scalai.converters.stored_values import STORED, keep_values, kept_values
 from scalai.converters.torch_archive import (
     NewTensor,
-    StoredTensor,
-    content_of,
-    lay_out_archive,
-    read_archive,
     read_archive_bytes,
-    with_content,
 )
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES, NUMPY_DTYPES
 from scalai.core.tensors.region import Box, Index, whole
 from scalai.store.atomic import replace_file
-from scalai.store.files import map_file, number_of
+from scalai.store.files import number_of
 
 METADATA = ".metadata"
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -129,25 +123,31 @@ class DcpLayout:
                     f"{path} holds no step {number}, but {sorted(saves)}. Name one that is there."
                 )
             directory = saves[number]
-        return _DcpReader(directory, folders, trust=options.trust_pickle).read()
+        return _DcpReader(directory, folders, options.trust_pickle, options.order).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out the source's own tree, or that of ``get_state_dict``."""
         return _lay_out(source, options)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _DcpReader:
     """One checkpoint during its reading."""
 
     directory: Path
     folders: tuple[str, str]
     trust: bool
-    begins: dict[tuple[Extent, str, Index], tuple[int, Index]] = field(default_factory=dict)
+    order: Order | None
+
+    @cached_property
+    def _archives(self) -> StoredArchives:
+        return StoredArchives(self.directory, self.trust)
 
     def read(self) -> Checkpoint:
         metadata = self._metadata()
-        split = split_keys(metadata.tensors, metadata.objects, metadata.paths, self.directory)
+        split = split_keys(
+            metadata.tensors, metadata.objects, metadata.paths, self.directory, self.order
+        )
         objects = read_objects(self.directory, metadata.objects)
         pieces, files, job = self._pieces(metadata, split, objects)
         job, groups = self._with_groups(metadata, split, objects, job)
@@ -166,7 +166,9 @@ class _DcpReader:
                 param_groups=groups,
                 extra={DCP: job},
             )
-        return Checkpoint("dcp", self.directory, placed, kept, notes=tuple(self._notes(metadata)))
+        return Checkpoint(
+            "dcp", self.directory, placed, kept, notes=tuple(self._notes(metadata, split))
+        )
 
     def _metadata(self) -> Metadata:
         """Return the metadata of both folders as one; files by their paths from the directory."""
@@ -216,7 +218,7 @@ class _DcpReader:
                 if kind == MAIN and state.kind != MAIN:
                     masters[name] = state.kind
                 if kind == STEP and (stored.dtype, stored.shape) != ("F32", ()):
-                    numbers[name] = self._number(stored)
+                    numbers[name] = self._archives.number(stored)
                     steps[name] = stored.dtype, stored.shape
                     continue
             else:
@@ -227,7 +229,7 @@ class _DcpReader:
                     f"{self.directory}: {owners[full]} and {stored.key} both are {kind} of {name}. "
                     "Two optimizers of one parameter are not read: save one of them."
                 )
-            pieces += self._of_key(full, stored)
+            pieces += self._archives.pieces(Tensor(full, stored.shape, stored.dtype), stored)
         for key, state in split.states.items():
             if key in objects and state.kind == STEP:
                 value = read_archive_bytes(objects[key], self._file(key), trust=self.trust)
@@ -254,52 +256,6 @@ class _DcpReader:
     def _file(self, key: str) -> Path:
         return self.directory / f"({key})"
 
-    def _of_key(self, name: str, stored: StoredKey) -> Iterator[FilePiece]:
-        tensor = Tensor(name, stored.shape, stored.dtype)
-        for chunk in stored.chunks:
-            begin, stride = self._begin(stored, chunk)
-            yield FilePiece(tensor, chunk.box, chunk.extent.file, begin, stride)
-
-    def _begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, Index]:
-        """Return the byte of a chunk's first element in its file, and its strides."""
-        place_ = chunk.extent, stored.dtype, chunk.box.shape
-        if place_ not in self.begins:
-            path = self.directory / chunk.extent.file
-            extent = chunk.extent
-            value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
-            is_it = isinstance(value, StoredTensor) and value.dtype == stored.dtype
-            if not is_it or value.shape != chunk.box.shape:
-                raise RefusedError(
-                    f"{path}: {stored.key} is {stored.dtype}{list(chunk.box.shape)} by .metadata, "
-                    f"but {value!r:.200} lies at byte {extent.begin}. Files of two checkpoints are "
-                    "mixed: use another one."
-                )
-            self.begins[place_] = value.begin, value.stride
-        return self.begins[place_]
-
-    def _number(self, stored: StoredKey) -> float:
-        """Return a tensor's one number."""
-        tensor = self._small(stored)
-        if len(tensor.content or b"") != ITEM_BYTES[tensor.dtype]:
-            raise RefusedError(
-                f"{self.directory}: {stored.key} is {stored.dtype}{list(stored.shape)}, and a step "
-                "is one number. Use another checkpoint."
-            )
-        return number_of(tensor.content or b"", tensor.dtype)
-
-    def _small(self, stored: StoredKey) -> NewTensor:
-        """Return a tensor of one chunk, with its bytes."""
-        extent = stored.chunks[0].extent
-        path = self.directory / extent.file
-        value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
-        value = with_content(value, map_file(path))
-        if not isinstance(value, NewTensor) or value.shape != stored.shape:
-            raise RefusedError(
-                f"{path}: {stored.key} is {stored.dtype}{list(stored.shape)} by .metadata, but "
-                f"{value!r:.200} lies at byte {extent.begin}. Use another checkpoint."
-            )
-        return value
-
     def _with_groups(
         self, metadata: Metadata, split: SplitKeys, objects: Mapping[str, bytes], job: DcpJob
     ) -> tuple[DcpJob, tuple[Mapping[str, Any], ...]]:
@@ -310,7 +266,7 @@ class _DcpReader:
             value = (
                 read_archive_bytes(objects[key], self._file(key), trust=self.trust)
                 if key in objects
-                else self._small(stored[key])
+                else self._archives.small(stored[key])
             )
             found[number].setdefault(owner, {})[entry] = value
         trees, groups = [], list[Mapping[str, Any]]()
@@ -320,7 +276,7 @@ class _DcpReader:
                 named = {str(owner): of for owner, of in values.items()}
                 members, of_tree = same_groups(named, order)
             else:
-                members, of_tree = self._nested(tree, values, set(order))
+                members, of_tree = self._nested(tree, values, set(order), split.numbers)
             trees.append(replace(tree, groups=members))
             groups += of_tree
         grouped = [name for tree in trees for members in tree.groups for name in members]
@@ -334,12 +290,18 @@ class _DcpReader:
         return replace(job, optimizers=tuple(trees)), tuple(groups)
 
     def _nested(
-        self, tree: OptimizerTree, values: Mapping[int | str, dict[str, Any]], names: set[str]
+        self,
+        tree: OptimizerTree,
+        values: Mapping[int | str, dict[str, Any]],
+        names: set[str],
+        numbers: Sequence[str],
     ) -> tuple[tuple[tuple[str, ...], ...], tuple[dict[str, Any], ...]]:
         members, groups = [], []
         for number in range(len(values)):
             of = values.get(number, {})
             listed = of.pop(MEMBERS, None)
+            if numbers and isinstance(listed, list):
+                listed = [numbers[n] if n in range(len(numbers)) else n for n in listed]
             is_named = isinstance(listed, list) and all(isinstance(n, str) for n in listed)
             if not is_named or not names >= set(listed):
                 raise RefusedError(
@@ -369,7 +331,7 @@ class _DcpReader:
             if key in objects:
                 value = read_archive_bytes(objects[key], self._file(key), trust=self.trust)
             elif stored[key].shape in ((), (1,)):
-                value = self._number(stored[key])
+                value = self._archives.number(stored[key])
             else:
                 continue
             if isinstance(value, int | float) and 0 <= value < 1 << 60 and value == int(value):
@@ -381,11 +343,16 @@ class _DcpReader:
             return int(named[1])
         for key, state in split.states.items():
             if state.kind == STEP and key in stored and stored[key].shape in ((), (1,)):
-                return int(self._number(stored[key]))
+                return int(self._archives.number(stored[key]))
         made = [file.content for file in files if file.path.startswith("(step ") and file.content]
         return int(number_of(made[0], "F32")) if made else 0
 
-    def _notes(self, metadata: Metadata) -> Iterator[str]:
+    def _notes(self, metadata: Metadata, split: SplitKeys) -> Iterator[str]:
+        if split.numbers:
+            yield (
+                "the optimizer's states were under numbers and get names, in the order given by "
+                "--args-from: load what is written by set_optimizer_state_dict"
+            )
         for folder in dict.fromkeys(self.folders):
             prefix = f"{folder}/" if folder else ""
             yield from stray_notes(
@@ -496,14 +463,10 @@ class _DcpWriter:
 
     def __init__(self, job: DcpJob, ranks: int) -> None:
         self._job, self._ranks = job, ranks
-        self._folders = {folder: ArchiveFiles(folder) for folder in dict.fromkeys(job.folders)}
-        self._tensors: dict[str, list[StoredKey]] = {folder: [] for folder in self._folders}
-        self._objects: dict[str, dict[str, Extent]] = {folder: {} for folder in self._folders}
-        self._paths: dict[str, dict[str, ObjectPath]] = {folder: {} for folder in self._folders}
+        self._folders = {folder: TreeFiles(folder, ranks) for folder in dict.fromkeys(job.folders)}
         self._trees = {
             name: tree for tree in job.optimizers for names in tree.groups for name in names
         }
-        self._next = 0
 
     def add_tensors(self, source: Checkpoint) -> None:
         """Add weights, states and other tensors, in chunks of FSDP2's ranks."""
@@ -512,13 +475,7 @@ class _DcpWriter:
             if kind == STEP and self._job.steps.get(name) is not None:
                 continue
             path = self._path(kind, name)
-            files, folder = self._of(path)
-            chunks = []
-            for rank, box in fsdp_boxes(tensor.shape, self._ranks):
-                extent = files.add_chunk(rank, tensor, box)
-                chunks.append(Chunk(box, extent))
-            key = self._named(folder, path)
-            self._tensors[folder].append(StoredKey(key, tensor.shape, tensor.dtype, tuple(chunks)))
+            self._of(path).add_tensor(path, tensor, fsdp_boxes(tensor.shape, self._ranks))
 
     def add_steps(self, source: Checkpoint) -> None:
         """Add steps that are no 0-d fp32 tensors."""
@@ -528,11 +485,12 @@ class _DcpWriter:
                 continue
             number, path = numbers[name], self._path(STEP, name)
             if isinstance(form, str):
-                self.add_value(path, int(number) if number == int(number) else number)
+                value = int(number) if number == int(number) else number
+                self._of(path).add_value(path, value)
                 continue
             dtype, shape = form
             data = np.array(number).astype(NUMPY_DTYPES[dtype]).tobytes()
-            self.add_value(path, NewTensor(dtype, shape, data))
+            self._of(path).add_value(path, NewTensor(dtype, shape, data))
 
     def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         at = 0
@@ -544,23 +502,12 @@ class _DcpWriter:
                     group[MEMBERS] = list(names)
                 for key, value in group.items():
                     for path in tree.value_paths(number, key):
-                        self.add_value(path, value)
+                        self._of(path).add_value(path, value)
 
     def add_objects(self) -> None:
         for key, data in self._job.objects.items():
             path = self._job.paths.get(key, (key,))
-            files, folder = self._of(path)
-            self._objects[folder][self._named(folder, path)] = files.add_object(self._turn(), data)
-
-    def add_value(self, path: ObjectPath, value: Any) -> None:
-        files, folder = self._of(path)
-        key = self._named(folder, path)
-        extent = files.add_object(self._turn(), content_of(lay_out_archive(value)))
-        if isinstance(value, NewTensor):
-            chunk = Chunk(whole(value.shape), extent)
-            self._tensors[folder].append(StoredKey(key, value.shape, value.dtype, (chunk,)))
-        else:
-            self._objects[folder][key] = extent
+            self._of(path).add_object_at(path, data)
 
     def target(
         self, notes: tuple[str, ...], auxiliary: tuple[AuxiliaryFile, ...]
@@ -571,9 +518,7 @@ class _DcpWriter:
             fixed.update({len(files) + n: parts for n, parts in written.fixed.items()})
             pieces += written.pieces
             files += written.files()
-            metadata[folder] = write_metadata(
-                self._tensors[folder], self._objects[folder], self._paths[folder]
-            )
+            metadata[folder] = written.metadata()
 
         def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
             for folder, data in reversed(metadata.items()):
@@ -594,22 +539,9 @@ class _DcpWriter:
             )
         return self._trees[name].state_path(name, kind)
 
-    def _of(self, path: ObjectPath) -> tuple[ArchiveFiles, str]:
+    def _of(self, path: ObjectPath) -> TreeFiles:
         is_optimizer = any(path[: len(t.path)] == t.path for t in self._job.optimizers if t.path)
-        folder = self._job.folders[is_optimizer]
-        return self._folders[folder], folder
-
-    def _named(self, folder: str, path: ObjectPath) -> str:
-        key = key_of(path)
-        if key in self._paths[folder]:
-            raise RefusedError(f"{key} would be twice in the target: {path} and another one.")
-        self._paths[folder][key] = path
-        return key
-
-    def _turn(self) -> int:
-        """Return the file of the next object: all ranks save some."""
-        self._next += 1
-        return self._next % self._ranks
+        return self._folders[self._job.folders[is_optimizer]]
 
 
 def _numbers(source: Checkpoint) -> dict[str, float]:

@@ -26,6 +26,11 @@ from scalai.core.tensors.region import Box, Index
 ObjectPath = tuple[str | int, ...]
 """The keys that lead to a value in a tree of dictionaries and lists."""
 
+
+def key_of(path: ObjectPath) -> str:
+    return ".".join(map(str, path))
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 
@@ -168,7 +173,7 @@ def _metadata(value: Any, directory: Path) -> Metadata:
             )
         tensors.append(StoredKey(key, shape, dtype, tuple(chunks)))
     flat = {
-        key: _sizes_of(data["nd_reformulated_orig_global_shape"])
+        key: _sizes(data["nd_reformulated_orig_global_shape"])
         for key, data in (value.state.get("mcore_data") or {}).items()
         if data.get("nd_reformulated_orig_global_shape")
     }
@@ -234,12 +239,11 @@ def _dtype(properties: Any, key: str, directory: Path) -> str:
     return FROM_TORCH[name]
 
 
-def _sizes_of(value: Any) -> Index:
-    return _sizes(value) if isinstance(value, Foreign) else tuple(int(size) for size in value)
-
-
 def _sizes(value: Any) -> Index:
-    return tuple(int(size) for size in value.args[0]) if value.args else ()
+    """Return a ``torch.Size``, or the plain tuple in its place (Megatron-FSDP's chunks)."""
+    if isinstance(value, Foreign):
+        return tuple(int(size) for size in value.args[0]) if value.args else ()
+    return tuple(int(size) for size in value)
 
 
 def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:

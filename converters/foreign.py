@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalai.converters.bounded import open_regular
-from scalai.converters.dcp_metadata import read_metadata
-from scalai.core.errors import RefusedError
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28
@@ -23,7 +21,7 @@ def foreign_text(path: Path) -> str | None:
 
 
 def is_megatron_dcp(directory: Path) -> bool:
-    """Whether Megatron saved it with ``--ckpt-format torch_dcp`` or fsdp_dtensor."""
+    """Whether Megatron saved it with ``--ckpt-format torch_dcp``, or fsdp_dtensor."""
     return _names_all(directory, b"checkpoint_version", b"num_floating_point_operations_so_far")
 
 
@@ -32,16 +30,9 @@ def is_of_megatron(directory: Path) -> bool:
     return is_megatron_dcp(directory) or _is_interrupted(directory)
 
 
-def _is_fsdp_dtensor(directory: Path) -> bool:
-    if not is_megatron_dcp(directory):
-        return False
-    try:
-        extent = read_metadata(directory).objects["args"]
-        with open_regular(directory / extent.file) as file:
-            file.seek(extent.begin)
-            return b"fsdp_dtensor" in file.read(min(extent.size_bytes, _MAX_METADATA_BYTES))
-    except (RefusedError, OSError, LookupError):
-        return False
+def is_fsdp_dtensor(directory: Path) -> bool:
+    """Whether Megatron-FSDP saved it: its wrapper is in the names of the model."""
+    return _names_all(directory, b"checkpoint_version", b"model.module.")
 
 
 def _is_interrupted(path: Path) -> bool:
@@ -88,11 +79,6 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         _is_interrupted,
         f"{_DCP} that Megatron began to save as torch_dist and did not end: there is no "
         "metadata.json. Use an older one",
-    ),
-    (
-        _is_fsdp_dtensor,
-        "It was saved by Megatron with --ckpt-format fsdp_dtensor, of Megatron-FSDP, which is not "
-        "read. Resume it there, or let Megatron-Bridge export its weights as safetensors",
     ),
     (
         is_megatron_dcp,

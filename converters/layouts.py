@@ -14,6 +14,7 @@ from scalai.converters.deepspeed.universal_layout import SUFFIX, DeepSpeedUniver
 from scalai.converters.deepspeed.zero_layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text, torch_file_text
 from scalai.converters.generation_layout import PARTS, GenerationLayout
+from scalai.converters.megatron.fsdp_dtensor import FsdpDtensorLayout
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
@@ -25,6 +26,7 @@ LAYOUTS: Sequence[CheckpointLayout] = (
     GenerationLayout(),
     TorchDistLayout(),
     TorchLegacyLayout(),
+    FsdpDtensorLayout(),
     DcpLayout(),
     *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
     DeepSpeedPlainLayout(),

@@ -10,6 +10,8 @@ import pytest
 from support.cli_page import PAGE
 from support.cli_page import page as page_of_commands
 from support.faults import matrix
+from support.layout_page import PAGE as LAYOUT_PAGE
+from support.layout_page import page as page_of_layouts
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +44,11 @@ def test_every_file_that_contributing_names_exists() -> None:
 
 def test_the_page_of_commands_is_made_from_the_parsers() -> None:
     assert PAGE.read_text() == page_of_commands(), "Run: python tests/support/cli_page.py"
+
+
+def test_the_table_of_layouts_is_made_from_the_converters() -> None:
+    text = "Run: python tests/support/layout_page.py"
+    assert LAYOUT_PAGE.read_text() == page_of_layouts(), text
 
 
 TESTS = Path(__file__).parent

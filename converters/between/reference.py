@@ -25,6 +25,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from scalai.converters.checkpoint import (
     parameters_of,
 )
 from scalai.converters.dcp_described import ADAMW
+from scalai.converters.dcp_job import DCP, DcpJob
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob, check_config
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads, argument_heads
@@ -78,13 +80,16 @@ class JobReference:
 
     @property
     def order(self) -> Order | None:
-        """The order of parameters in a DeepSpeed engine's optimizer; None: not stated."""
+        """The order of parameters in an optimizer without their names; None: not stated."""
         if self.checkpoint is None:
             entries = self.given.get("deepspeed", {}).get("group")
             if entries is None:
                 return None
             return lambda names: members(entries, names, self.where, are_some=True)
-        job = self.checkpoint.values.extra.get(STATE)
+        extra = self.checkpoint.values.extra
+        job, tree = extra.get(STATE), extra.get(DCP)
+        if isinstance(tree, DcpJob):  # of a job with other names it says nothing
+            return lambda names: tree.groups if {*chain(*tree.groups)} <= {*names} else None
         if not isinstance(job, DeepSpeedJob) or self.checkpoint.guessed:
             return None
         groups = job.groups

@@ -47,7 +47,7 @@ from scalai.converters.dcp_metadata import (
     read_objects,
     stray_notes,
 )
-from scalai.converters.foreign import foreign_text, is_megatron_dcp
+from scalai.converters.foreign import foreign_text, is_fsdp_dtensor, is_megatron_dcp
 from scalai.converters.megatron import torch_dist_writer
 from scalai.converters.megatron.beside_tensors import (
     argument_degrees,
@@ -148,7 +148,8 @@ class TorchDistLayout:
         if directory is None:
             return False
         is_named = marker_of(directory).get("sharded_backend") == self.name
-        return is_named or (directory / ".metadata").is_file()
+        is_saved = (directory / ".metadata").is_file() and not is_fsdp_dtensor(directory)
+        return is_named or is_saved
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a checkpoint, or of the newest below a save directory."""

@@ -142,7 +142,7 @@ class LegacyJob:
             read_steps(source) if has_optimizer else None,
             is_split,
             EMBEDDING in parameters and OUTPUT not in parameters,
-            _naming(source, arguments, notes),
+            naming_of(source, arguments, notes),
             stage_layers(count, degrees["pp"], degrees["vpp"], arguments or {}),
             gated({name: tensors[f"{PARAM}/{name}"].shape for name in parameters}),
             notes,
@@ -268,7 +268,7 @@ def _is_here(name: str, layers: range, experts: range, *, is_first: bool, is_las
     return is_first if name.startswith("embedding.") else is_last
 
 
-def _naming(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: list[str]) -> Naming:
+def naming_of(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: list[str]) -> Naming:
     """Return how the target's ranks call their modules: as its arguments say, else the source."""
     extra, given = source.values.extra, arguments or {}
     if "is_local" in extra:

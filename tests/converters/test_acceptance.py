@@ -133,7 +133,10 @@ def spoil_what_is_not_recorded(partial: Path, source: Checkpoint, target: Any, d
 CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate", "fcntl.flock", "os.rmdir")
 
 
-def test_a_kill_at_any_call_leaves_nothing_or_all(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["torch_dist", "dcp"])
+def test_a_kill_at_any_call_leaves_nothing_or_all(
+    tmp_path: Path, monkeypatch: MonkeyPatch, layout: str
+) -> None:
     """15. A process that ends at its n-th call that changes the disk; then the same command."""
     monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
     source = write(tmp_path / "source", tp=2)
@@ -141,11 +144,11 @@ def test_a_kill_at_any_call_leaves_nothing_or_all(tmp_path: Path, monkeypatch: M
     new = tmp_path / "new"
     killed = 0
     for number in range(1, 400, 3):
-        if not run_until(number, lambda: carry(source, new, tp=1)):
+        if not run_until(number, lambda: carry(source, new, layout, tp=1)):
             break
         killed += 1
         if not new.exists():
-            carry(source, new, tp=1)
+            carry(source, new, layout, tp=1)
         assert verify(open_checkpoint(new), 0) == expected
         shutil.rmtree(new)
     assert killed > 8

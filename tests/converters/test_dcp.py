@@ -2,17 +2,24 @@
 go there and come back."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from scalai.converters.checkpoint import REPORT
 from scalai.converters.consistency import compare, verify
+from scalai.converters.dcp_metadata import read_metadata
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.sense import find_nonsense
 from scalai.converters.torch_archive import read_archive_bytes
 from support.checkpoints import open_in_order, write
 from support.command import Capsys, logged
 from support.rejects import MAKERS
+from support.store_states import full_disk
 from support.training.fsdp_worker import FsdpJob
 from support.training.worker_pool import WorkerPool
 
@@ -72,3 +79,90 @@ def test_a_state_of_another_framework_comes_back_as_it_was(tmp_path: Path, made:
     assert direct.keys() == back.keys()
     for name, data in direct.items():
         assert data == back[name] or content_of_file(data) == content_of_file(back[name]), name
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(directory: Path, tree: Any) -> None:
+    dcp.save(tree, checkpoint_id=directory, no_dist=True)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of two layers of one shape, behind a step of an optimizer of two groups."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    groups = [{"params": [model[1].weight, model[0].weight]}, {"params": [model[0].bias]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@ALONE
+def test_numbered_states_are_read_where_their_order_is_known(
+    tmp_path: Path, capsys: Capsys
+) -> None:
+    model, optimizer = trained()
+    weights = model.state_dict()
+    save(tmp_path / "numbers", {"model": weights, "optimizer": optimizer.state_dict()})
+    named = get_optimizer_state_dict(model, optimizer)
+    save(tmp_path / "names", {"model": weights, "optimizer": named})
+    (tmp_path / "order.toml").write_text(
+        '[[deepspeed.group]]\nparameters = ["1.weight", "0.weight"]\n'
+        '[[deepspeed.group]]\nparameters = ["0.bias"]\n'
+    )
+    for order in ("names", "order.toml"):
+        new = tmp_path / f"by-{order}"
+        code, text = logged(
+            capsys, "reshard", tmp_path / "numbers", new, "--args-from", tmp_path / order
+        )
+        assert code == 0 and "get names, in the order given by --args-from" in text, text
+        assert list(compare(open_checkpoint(tmp_path / "names"), open_checkpoint(new), 0)) == []
+        again = get_optimizer_state_dict(model, optimizer)
+        dcp.load({"optimizer": again}, checkpoint_id=new, no_dist=True)
+    (tmp_path / "module.toml").write_text("[[deepspeed.group]]\n")
+    (tmp_path / "short.toml").write_text('[[deepspeed.group]]\nparameters = ["0.bias"]\n')
+    for order, words in (("", "get_optimizer_state_dict"), ("module", "by name, in the optimizer"),
+                         ("short", "Correct the order")):  # fmt: skip
+        options = ["--args-from", tmp_path / f"{order}.toml"] if order else []
+        code, text = logged(capsys, "reshard", tmp_path / "numbers", tmp_path / "no", *options)
+        assert (code, words in text) == (3, True), text
+
+
+@ALONE
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_tree_may_mix_nested_and_flattened_parts(tmp_path: Path, is_flat: bool) -> None:
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    weights = model.state_dict()
+    if is_flat:
+        save(tmp_path / "mixed", {"app": {"model": weights}, "optimizer": states})
+    else:
+        save(tmp_path / "mixed", {**weights, "app": {"optimizer": states}, "step": 1})
+    save(
+        tmp_path / "plain", {"model": weights, "optim": get_optimizer_state_dict(model, optimizer)}
+    )
+    mixed = open_checkpoint(tmp_path / "mixed")
+    assert list(compare(open_checkpoint(tmp_path / "plain"), mixed, 0)) == []
+    write(tmp_path / "new", "dcp", mixed, dp=2)
+    old, new = (read_metadata(tmp_path / name) for name in ("mixed", "new"))
+    assert old.paths == new.paths
+
+
+@pytest.mark.fault
+def test_a_disk_that_is_full_at_the_end_leaves_no_checkpoint(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "source")
+    command = "reshard", tmp_path / "source", tmp_path / "new", "--to", "dcp", "--dp", 2
+    with monkeypatch.context() as patched:
+        patched.setattr("scalai.converters.dcp_layout.replace_file", full_disk)
+        code, text = logged(capsys, *command)
+    assert code == 3 and "No space left" in text
+    assert not (tmp_path / "new").exists()
+    code, text = logged(capsys, *command)
+    assert code == 0 and not (tmp_path / ".new.partial").exists(), text
+    source, new = (open_checkpoint(tmp_path / name) for name in ("source", "new"))
+    assert list(compare(source, new, 0)) == []

@@ -49,19 +49,10 @@ def with_files(*names: str) -> Callable[[Path], None]:
 MEGATRON = "checkpoint_version", "num_floating_point_operations_so_far"
 
 
-def keeping_fsdp_arguments(path: Path) -> None:
-    """Make a directory that holds Megatron's arguments beside its keys."""
-    content = b"PK args ckpt_format fsdp_dtensor"
-    extents = {key: Extent("__0_0.distcp", 0, len(content)) for key in (*MEGATRON, "args")}
-    (path / ".metadata").write_bytes(write_metadata([], extents))
-    (path / "__0_0.distcp").write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (with_keys("common_state/shard_0_1"), r"there is no metadata\.json\. Use an older one"),
-        (keeping_fsdp_arguments, "--ckpt-format fsdp_dtensor.*Megatron-Bridge export"),
         (with_keys(*MEGATRON), "--ckpt-format torch_dcp.*--ckpt-format torch_dist"),
         (with_files("iter_0000003_0_local.pt"), "nvidia-resiliency-ext.*save a global one"),
         (with_files("adapter_config.json", "adapter_model.safetensors"), "PEFT.*merge_and_unload"),

@@ -84,14 +84,15 @@ def test_degrees_that_do_not_divide_the_model_are_refused(tmp_path: Path, capsys
     assert "does not divide num_layers=2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("layout", ["torch_dist", "dcp"])
 def test_too_little_room_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     source = write(tmp_path / "source")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(StoreError, match=r"1000 bytes free, and \d+ are needed"):
-        carry(source, tmp_path / "new")
+        carry(source, tmp_path / "new", layout)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

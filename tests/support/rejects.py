@@ -679,72 +679,165 @@ GENERATION = [
 ]
 
 
-# torch.distributed.checkpoint of two ranks, with a framework's values beside it.
-WORDS_ = f"model.{EMBEDDING}"
-DCP_FILE = "__1_0.distcp"
-STORED = "scalai_values.pt"
+# torch.distributed.checkpoint of two ranks.
+MARKS = b"checkpoint_version model.module."
+"""Names by which Megatron-FSDP's files are told from others."""
 
 
-def in_key(change: Callable[[StoredKey], StoredKey], name: str = WORDS_) -> Damage:
-    return key(change, name, "")
+def in_file(name: str, folder: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
-def rename_keys(old: str, new: str) -> Damage:
+def of_dcp(words: str, norm: str, folder: str) -> list[Reject]:
+    """Return the cases of DCP's files in a folder. ``words``: a key of [8, 4] in two chunks of 4
+    rows; ``norm``: one of [4]."""
+    file, metadata = in_file("__1_0.distcp", folder), in_file(".metadata", folder)
+
+    def changed(**values: Any) -> Damage:
+        return key(lambda of: replace(of, **values), words, folder)
+
+    return [
+        Reject("path", point_at("../stolen", folder), "outside of the checkpoint"),
+        Reject("path", point_at("/etc/hostname", folder), "outside of the checkpoint"),
+        Reject("path", on(link_outside, file), "is a link to outside"),
+        Reject(
+            "dtype", replaced(metadata, b"torch\nfloat32\n", b"torch\ncomplex64\n"), "is of dtype"
+        ),
+        Reject("shape", changed(shape=(-8, 4)), "has shape [-8, 4]"),
+        Reject("shape", changed(shape=(1 << 62, 4)), f"elements of {words}"),
+        Reject(
+            "shape", lambda at: change_chunks(at / folder, words, {"box": Box((6, 0), (4, 4))}),
+            "reaches outside of [8, 4]",
+        ),
+        Reject(
+            "hole", key(lambda of: replace(of, chunks=of.chunks[1:]), words, folder),
+            "nobody holds 16 of the",
+        ),
+        Reject("overlap", lambda at: overlap(at, words, folder), "overlap without being replicas"),
+        Reject(
+            "duplicate", key(lambda of: replace(of, chunks=(of.chunks[0],) * 2), words, folder),
+            "nobody holds 16 of the 32 elements",
+        ),
+        Reject("missing file", lost(file), "__1_0.distcp is missing"),
+        Reject(
+            "extra file", written(in_file("__7_0.distcp", folder), b"old"),
+            "__7_0.distcp is left over from another save", 0,
+        ),
+        Reject("truncated", cut(file, 1), "__1_0.distcp is truncated: it has"),
+        Reject("truncated", cut(metadata, 200), ".metadata holds a damaged pickle"),
+        Reject(
+            "bomb", lambda at: repeat_an_element(at, words, folder),
+            "beyond its storage of 16 bytes",
+        ),
+        Reject(
+            "iterations", lambda at: mix_two_keys(at, words, folder, norm),
+            "Files of two checkpoints are mixed",
+        ),
+        Reject("version", replaced(metadata, b"1.0.0", b"2.0.0"), "is of version 2.0.0"),
+        # The end tells a layout.
+        Reject(
+            "code", written(metadata, b"cos\nsystem\n" + PLANTED + MARKS), "os.system, which no"
+        ),
+        OF_THE_REPORT, SPOILT, NAN,
+    ]  # fmt: skip
+
+
+def rename_keys(old: str, new: str, folder: str = "") -> Damage:
     """Write ``.metadata`` again with other names of keys."""
 
     def damage(directory: Path) -> None:
-        found = read_metadata(directory)
+        found = read_metadata(directory / folder)
         tensors = [replace(of, key=of.key.replace(old, new)) for of in found.tensors]
-        (directory / ".metadata").write_bytes(write_metadata(tensors, found.objects, {}))
+        paths = {
+            key.replace(old, new): ("model", key.replace(old, new).removeprefix("model."))
+            if key.startswith("model.")
+            else path
+            for key, path in found.paths.items()
+        }
+        data = write_metadata(tensors, found.objects, paths if folder else {})
+        (directory / folder / ".metadata").write_bytes(data)
 
     return damage
 
 
+STORED = "scalai_values.pt"
 DCP = [
-    Reject("path", point_at("../stolen", ""), "outside of the checkpoint"),
-    Reject("path", point_at("/etc/hostname", ""), "outside of the checkpoint"),
-    Reject("path", on(link_outside, DCP_FILE), "is a link to outside"),
-    Reject(
-        "dtype", replaced(".metadata", b"torch\nfloat32\n", b"torch\ncomplex64\n"), "is of dtype"
-    ),
-    Reject("shape", in_key(lambda of: replace(of, shape=(-8, 4))), "has shape [-8, 4]"),
-    Reject("shape", in_key(lambda of: replace(of, shape=(1 << 62, 4))), "elements of model.embedd"),
-    Reject(
-        "shape", lambda at: change_chunks(at, WORDS_, {"box": Box((6, 0), (4, 4))}),
-        "reaches outside of [8, 4]",
-    ),
-    Reject("hole", in_key(lambda of: replace(of, chunks=of.chunks[1:])), "nobody holds 16 of the"),
+    *of_dcp(f"model.{EMBEDDING}", f"model.{NORM}", ""),
     Reject(
         "hole", rename_keys(f"model.{NORM}", "model.other"),
         "optimizer states of 1 parameters that are not in it: decoder.final_layernorm.weight",
     ),
     Reject("hole", rename_keys("optimizer.state.", "optimizer.state.0."), "that are not in it"),
-    Reject("overlap", lambda at: overlap(at, WORDS_, ""), "overlap without being replicas"),
-    Reject(
-        "duplicate", in_key(lambda of: replace(of, chunks=(of.chunks[0],) * 2)),
-        "nobody holds 16 of the 32 elements",
-    ),
-    Reject("missing file", lost(DCP_FILE), "__1_0.distcp is missing"),
-    Reject(
-        "extra file", written("__7_0.distcp", b"old"),
-        "__7_0.distcp is left over from another save", 0,
-    ),
-    Reject("truncated", cut(DCP_FILE, 1), "__1_0.distcp is truncated: it has"),
-    Reject("truncated", cut(".metadata", 200), ".metadata holds a damaged pickle"),
     Reject("truncated", cut(STORED, 1), "scalai_values.pt is damaged or truncated"),
     Reject("bomb", on(compress, STORED), "is compressed; torch stores plainly"),
-    Reject("bomb", lambda at: repeat_an_element(at, WORDS_, ""), "beyond its storage of 16 bytes"),
     Reject("digest", replaced(STORED, b"framework", b"framewor_"), "Bad CRC-32"),
-    Reject(
-        "iterations", lambda at: mix_two_keys(at, WORDS_, "", f"model.{NORM}"),
-        "Files of two checkpoints are mixed",
-    ),
-    Reject("version", replaced(".metadata", b"1.0.0", b"2.0.0"), "is of version 2.0.0"),
     Reject("version", merged(STORED, version=99), "scalai_values.pt is of version 99"),
     Reject("setting", merged(STORED, step="3", extra=7), "is damaged: step, extra is odd"),
     Reject("code", on(plant, STORED), "os.system, which no checkpoint"),
-    Reject("code", written(".metadata", b"cos\nsystem\n" + PLANTED), "os.system, which no"),
-    OF_THE_REPORT, SPOILT, NAN,
+]  # fmt: skip
+
+
+# Megatron-FSDP's, of two ranks.
+FC1 = "module.decoder.layers.0.mlp.linear_fc1.weight"
+SMALL_GPT = {
+    EMBEDDING: (8, 4),
+    "decoder.layers.0.mlp.linear_fc1.weight": (8, 4),
+    "decoder.layers.0.mlp.linear_fc2.weight": (4, 4),
+    NORM: (4,),
+}
+
+
+def write_fsdp_dtensor(directory: Path) -> None:
+    """A GPT of one layer with a gate."""
+    write(directory, "fsdp_dtensor", gpt(SMALL_GPT, swiglu=True), dp=2)
+
+
+def of_fsdp(**changed: Any) -> Damage:
+    """Write an object of the tree anew."""
+
+    def damage(directory: Path) -> None:
+        here = directory / ITERATION
+        found, objects = read_metadata(here), {}
+        data = b"".join(content_of(lay_out_archive(value)) for value in changed.values())
+        (here / "__2_0.distcp").write_bytes(data)
+        begin = 0
+        for key, value in changed.items():
+            size = len(content_of(lay_out_archive(value)))
+            objects[key] = Extent("__2_0.distcp", begin, size)
+            begin += size
+        objects = {**found.objects, **objects}
+        paths = {**{key: tuple(key.split(".")) for key in changed}, **found.paths}
+        (here / ".metadata").write_bytes(write_metadata(found.tensors, objects, paths))
+
+    return damage
+
+
+def forget_places(directory: Path) -> None:
+    found = read_metadata(directory / ITERATION)
+    data = write_metadata(found.tensors, found.objects, {})
+    (directory / ITERATION / ".metadata").write_bytes(data)
+
+
+def renamed(old: str, new: str) -> Damage:
+    return rename_keys(old, new, ITERATION)
+
+
+FSDP_DTENSOR = [
+    *of_dcp(f"model.module.{EMBEDDING}", f"model.module.{NORM}", ITERATION),
+    Reject("hole", renamed(f"model.{FC1}_w", f"model.{FC1}_u"), "are not the gate (_w) and the up"),
+    Reject("hole", renamed(f"model.module.{NORM}", "model.module.x"), "which is no parameter in"),
+    Reject("hole", forget_places, "does not note the place of model.module."),
+    Reject(
+        "hole", of_fsdp(args=argparse.Namespace(num_layers=3)),
+        "has 1 layers by its tensors, and 3 by its arguments",
+    ),
+    Reject("iterations", of_fsdp(iteration=5), ".metadata is of iteration 5, not 3"),
+    Reject("setting", of_fsdp(iteration="3"), "has iteration '3'"),
+    Reject(
+        "setting", of_fsdp(args=argparse.Namespace(pipeline_model_parallel_size=2)),
+        "is of pp=2, whose stages' layers have the same names",
+    ),
+    Reject("setting", of_fsdp(**{"optimizer.1": 7}), "of an optimizer other than one Adam"),
 ]  # fmt: skip
 
 
@@ -889,6 +982,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
     "dcp": lambda path: write(path, "dcp", dp=2),
     "dcp-alone": write_dcp_alone,
+    "fsdp_dtensor": write_fsdp_dtensor,
     "scalai": lambda path: write(path, "scalai"),
     "safetensors": write_shards,
 }
@@ -932,6 +1026,14 @@ TABLE: dict[str, tuple[list[Reject], dict[str, str]]] = {
     ),
     "dcp": (
         DCP,
+        {
+            "count": "pieces are no more than the entries of .metadata",
+            "world": "what lies where is told by .metadata alone, not by names of files",
+            "run": NO_JOB,
+        },
+    ),
+    "fsdp_dtensor": (
+        FSDP_DTENSOR,
         {
             "count": "pieces are no more than the entries of .metadata",
             "world": "what lies where is told by .metadata alone, not by names of files",

@@ -24,6 +24,8 @@ class Job:
     distributed: bool = False
     overlap: bool = False
     """Overlap communication, which makes several buckets."""
+    is_fsdp: bool = False
+    """Under Megatron-FSDP."""
     instances: int = 1
     """Copies of the distributed optimizer's state, each over a part of the replicas."""
     offloaded: float = 0.0

@@ -4,6 +4,7 @@
 # ruff: noqa: E402
 
 import gc
+import importlib
 import logging
 import re
 import warnings
@@ -302,6 +303,8 @@ def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
     model: Any = translator(job, config) if job.is_translator else _gpt(job, config, stage)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = job.frozen is None or not re.search(job.frozen, name)
+    if job.is_fsdp:
+        return importlib.import_module("support.training.megatron_fsdp").wrapped(job, config, model)
     if job.precision != "fp32":
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(
