@@ -2,6 +2,7 @@
 its standstill."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,8 @@ SHARE = 0.05
 """Most of a job's time that changes by choice may cost."""
 STAY_S = 240.0
 """Seconds over which a gain must pay the standstill."""
+ROUNDS = 4
+"""Most questions again, without the growth of jobs that it does not pay: others may take it."""
 
 
 def steady(policy: Policy) -> Policy:
@@ -22,11 +25,29 @@ def steady(policy: Policy) -> Policy:
     """
 
     def answer(question: Question, memory: Memory) -> Answer:
-        found = policy(question, memory)
+        found, asked = policy(question, memory), question
+        for _ in range(ROUNDS):
+            kept = {
+                job.name
+                for job in asked.jobs
+                if 0 < job.devices < found.devices.get(job.name, 0)
+                and not _pays(job, found.devices[job.name])
+            }
+            if not kept:
+                break
+            jobs = tuple(_no_larger(job) if job.name in kept else job for job in asked.jobs)
+            asked = replace(asked, jobs=jobs)
+            found = policy(asked, memory)
         given = _kept(question, found.devices)
         return Answer({name: count for name, count in given.items() if count}, found.memory)
 
     return answer
+
+
+def _no_larger(job: ClusterJob) -> ClusterJob:
+    least, _ = job.limits.devices
+    limits = replace(job.limits, devices=(min(least, job.devices), job.devices))
+    return replace(job, limits=limits, rates=job.rates[: job.devices + 1])
 
 
 def _kept(question: Question, wanted: Mapping[str, int]) -> dict[str, int]:
@@ -65,8 +86,15 @@ def _kept(question: Question, wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 def _clamped(job: ClusterJob, wanted: int) -> int:
-    least = min(job.limits.devices[0], job.devices)
-    return max(wanted, least) if job.devices else wanted
+    if not job.devices or wanted >= job.limits.devices[0]:
+        return wanted
+    return min(_valid_below(job, job.devices), default=job.devices)
+
+
+def _valid_below(job: ClusterJob, devices: int) -> list[int]:
+    """Sizes below ``devices`` that the job can have."""
+    valid = np.flatnonzero(job.rates > 0) if len(job.rates) else np.arange(devices)
+    return [int(size) for size in valid if job.limits.devices[0] <= size < devices]
 
 
 def _rate(job: ClusterJob, devices: int) -> float:
@@ -88,9 +116,6 @@ def _smaller(question: Question, found: Mapping[str, int]) -> tuple[str, int] | 
     """Return the next job to shrink, with its next smaller size: the least priority, then the most
     devices; None: all have their least."""
     for job in sorted(question.jobs, key=lambda job: (job.priority, -found[job.name])):
-        least, present = job.limits.devices[0], found[job.name]
-        valid = np.flatnonzero(job.rates > 0) if len(job.rates) else np.arange(present)
-        below = [int(size) for size in valid if least <= size < present]
-        if below:
+        if below := _valid_below(job, found[job.name]):
             return job.name, below[-1]
     return None

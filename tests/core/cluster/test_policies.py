@@ -202,3 +202,10 @@ def test_lost_devices_are_taken_from_whom_has_most_even_if_it_has_just_changed()
 
 def test_too_many_jobs_for_the_devices_keep_their_least() -> None:
     assert given({}, *(running(n, 1) for n in range(6))) == {f"job-{n}": 1 for n in range(6)}
+
+
+def test_what_one_job_does_not_take_another_one_does() -> None:
+    """Both would grow alike, and the first one has just changed."""
+    free = ask(running(0, 1, since_s=1.0), running(1, 1), running(2, 1), hosts=1)
+    found = steady(POLICIES["goodput"])(free, {}).devices
+    assert found["job-0"] == 1 and sum(found.values()) == 4
