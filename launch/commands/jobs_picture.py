@@ -25,7 +25,7 @@ def picture(
     *,
     devices: Sequence[tuple[float, int]] = (),
 ) -> bytes:
-    """Draw the devices by job, one upon the other; a pause is a gap in its band.
+    """Draw the devices by job, one upon the other; a job has none in a pause.
 
     Args:
         histories: Each with at least one start.
@@ -40,28 +40,28 @@ def picture(
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a name in letters that the font lacks
         axes = figure.add_axes((0.07, 0.16, 0.77, 0.66))
-        below = np.zeros(len(times))
+        x = (np.array(times) - zero) / unit_s
+        below = np.zeros(len(times) - 1)
         for number, (history, spans) in enumerate(zip(histories, bars, strict=True)):
             counts = np.array(
-                [sum(n for begin, end, n in spans if begin <= at < end) for at in times], float
+                [sum(n for begin, end, n in spans if begin <= at < end) for at in times[:-1]], float
             )
-            axes.fill_between(
-                [(at - zero) / unit_s for at in times], below, below + counts, step="post",
-                where=counts > 0, color=COLOURS[number % len(COLOURS)], linewidth=0,
+            axes.bar(
+                x[:-1], counts, np.diff(x), below, align="edge", linewidth=0,
+                color=COLOURS[number % len(COLOURS)],
                 hatch=HATCHES[number // len(COLOURS) % len(HATCHES)],
                 label=plain(history.name, 24),
             )  # fmt: skip
             below = below + counts
         if devices:
             ends = [*(max(at, zero) for at, _ in devices), last]
-            x = [(at - zero) / unit_s for at in ends]
-            counts_there = [count for _, count in devices]
+            known = [count for _, count in devices]
             axes.step(
-                x, [*counts_there, counts_there[-1]], where="post", color="#22303c", linewidth=1.6,
-                label="devices",
+                [(at - zero) / unit_s for at in ends], [*known, known[-1]], where="post",
+                color="#22303c", linewidth=1.6, label="devices",
             )  # fmt: skip
         axes.set_xlim(0, max(last - zero, 1e-3) / unit_s)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * max([*below, *(count for _, count in devices)], default=1))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color=PALE, linewidth=0.4)
         axes.set_ylabel("devices")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scalai.launch.config.endpoint import read_holder
 from support.agents import DEADLINE_S, Agents, tiny_agents
 from support.autoscaled import Shared, through_all
 from support.tiny_job import check_steps
@@ -44,7 +45,8 @@ def describe(folder: Path, jobs: Mapping[str, Agents]) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_lost_devices_are_taken_and_nothing_happens_without_the_autoscaler(tmp_path: Path) -> None:
-    """A second one is refused while the first one lives; behind a dead one another goes on."""
+    """A second one is refused while the first one lives; behind a dead one another goes on. A job
+    whose coordinator is silent keeps what it has, and others give theirs."""
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
@@ -60,19 +62,24 @@ def test_lost_devices_are_taken_and_nothing_happens_without_the_autoscaler(tmp_p
         for agents in jobs.values():
             agents.wait_for_step(2, world=2)
         describe(tmp_path, jobs)
-        first = scaler(tmp_path, "first")
+        first, log = scaler(tmp_path, "first"), tmp_path / "autoscale.log"
         try:
             wait_until(lambda: said(tmp_path, "first"), "a decision", DEADLINE_S)
             told = said(tmp_path, "first")[0]
             assert told["devices"] == 4 and set(told["jobs"]) == {"a", "b"}
             other = scaler(tmp_path, "other")
             assert other.wait(DEADLINE_S) == 3
-            assert "owns these jobs" in (tmp_path / "autoscale.log").read_text()
+            assert "owns these jobs" in log.read_text()
+            holder = read_holder(a.store / a.job)
+            assert holder is not None
+            os.kill(holder.pid, signal.SIGSTOP)
+            wait_until(lambda: "keeps its 2 devices" in log.read_text(), "silence", DEADLINE_S)
             devices.write_text("3\n")
-            wait_until(
-                lambda: sorted(job.lines()[-1]["world"] for job in jobs.values()) == [1, 2],
-                "one of them gives a device", DEADLINE_S,
-            )  # fmt: skip
+            b.wait_for_all(1)
+            os.kill(holder.pid, signal.SIGCONT)
+            wait_until(lambda: "problem_over what='job a'" in log.read_text(), "it is heard again",
+                       DEADLINE_S)  # fmt: skip
+            assert a.lines()[-1]["world"] == 2
         finally:
             first.send_signal(signal.SIGKILL)
             first.wait(10)
