@@ -8,10 +8,10 @@ repetitions; each is predicted from the steps and pauses measured in the other t
 
 * ``decisions``: sizes that each repetition's decisions led to, in order;
 * ``pause_s``: standstill of each change;
-* ``prediction_error``: by repetition, the largest |predicted - live| / live of the time in which a
-  job made its steps, over the jobs; ``prediction_mean_error``: their mean;
+* ``prediction_error``: by repetition, the largest |predicted - live| / live of the steps that a
+  job has made at the end, over the jobs; ``prediction_mean_error``: their mean;
 * ``bound``: 0.15, or twice the spread of the three repetitions where that is more; ``spread``: the
-  largest of the jobs' (greatest - least) / mean seconds of a step, standstill included;
+  largest of the jobs' (greatest - least) / mean steps, at one time of the repetition;
 * ``same_sizes``: whether the simulator gives every job the same sizes in the same order.
 
 ``--picture FILE`` draws the devices by job over time, of the first repetition.
@@ -32,14 +32,7 @@ from report import Report
 from scalai.core.cluster.application import Application, Curve, Epoch, Limits, Placement
 from scalai.core.cluster.policies import POLICIES
 from scalai.core.cluster.question import Asked
-from scalai.core.cluster.simulator import (
-    Outcome,
-    Resources,
-    Rules,
-    Sight,
-    Submission,
-    simulate,
-)
+from scalai.core.cluster.simulator import Resources, Rules, Sight, Submission, simulate
 from scalai.core.cluster.steady import steady
 from scalai.launch.commands.autoscale_jobs import SAMPLES, measured, pause_of
 from scalai.launch.commands.job_history import History, read_folder
@@ -54,7 +47,7 @@ class Live:
     Attributes:
         took_s: By job, from its file, or the begin, to the end.
         steps: By job, made in this time.
-        start_s: By job, from its room to its first step.
+        start_s: By job, from its file to its first step.
     """
 
     histories: Mapping[str, History]
@@ -81,7 +74,7 @@ def run(folder: Path, stay: int) -> tuple[Live, Shared]:
     histories = {n: read_folder(folder / n / "reports", n) for n in shared.jobs}
     at = {name: max(0.0, shared.begun[name] - begin) for name in shared.jobs}
     before = {n: _steps_at(folder / n / "metrics" / "loss.jsonl", begin) for n in shared.jobs}
-    starts = {n: sum(h.resizes[0].seconds.values()) for n, h in histories.items()}
+    starts = {n: h.resizes[0].at - shared.begun[n] for n, h in histories.items()}
     histories = {
         name: History(name, each.resizes, until=(end, made[name]))
         for name, each in histories.items()
@@ -98,21 +91,30 @@ def _steps_at(path: Path, at: float) -> int:
     return sum(json.loads(line)["at"] <= at for line in path.read_text().splitlines())
 
 
-def predict(live: Live, others: Sequence[Live]) -> Outcome:
+@dataclass(frozen=True)
+class Predicted:
+    """Steps by job at the end, and its sizes."""
+
+    steps: Mapping[str, float]
+    sizes: Mapping[str, Sequence[int]]
+
+
+def predict(live: Live, others: Sequence[Live]) -> Predicted:
     """Predict a repetition from what the others measured."""
     kinds, pauses, jobs = {}, {}, []
-    for name, steps in live.steps.items():
+    seconds: dict[str, dict[int, float]] = {}
+    for name in live.steps:
         tables = [measured(other.histories[name]) for other in others]
         sizes = sorted({devices for table in tables for _, devices in table})
-        seconds = {n: median([t[1, n] for t in tables if (1, n) in t]) for n in sizes}
+        seconds[name] = {n: median([t[1, n] for t in tables if (1, n) in t]) for n in sizes}
         placed: dict[Placement, Curve] = {
             (n,): tuple((SAMPLES // n + more, s, 0.0) for more in (0, 1))
-            for n, s in seconds.items()
+            for n, s in seconds[name].items()
         }
-        most = max(sizes)
+        most, long = max(sizes), 100.0 * live.steps[name]  # no job ends
         kinds[name] = Application(
-            name, Limits((1, most), (SAMPLES, SAMPLES), (1, SAMPLES)), (float(steps),),
-            {SAMPLES: (Epoch(float(steps), 1.0, 0.0),)}, placed,
+            name, Limits((1, most), (SAMPLES, SAMPLES), (1, SAMPLES)), (long,),
+            {SAMPLES: (Epoch(long, 1.0, 0.0),)}, placed,
             {(1, where[0]): curve for where, curve in placed.items()},
         )  # fmt: skip
         is_there = live.at_s[name] == 0.0
@@ -122,7 +124,19 @@ def predict(live: Live, others: Sequence[Live]) -> Outcome:
     rules = Rules(1, live.devices[0][1], every_s=60, look_s=2, pauses=pauses, most_s=86400.0)
     resources = [Resources(at, 1, count) for at, count in live.devices]
     policy, sight = steady(POLICIES["goodput"]), Sight(is_batch_free=False)
-    return simulate(jobs, kinds, policy, rules, sight, resources=resources)
+    outcome = simulate(jobs, kinds, policy, rules, sight, resources=resources)
+    end = max(live.at_s[name] + took for name, took in live.took_s.items())
+    steps, found = dict.fromkeys(live.steps, 0.0), dict[str, list[int]]()
+    for name in steps:
+        spans = [each for each in outcome.spans if each.name == name and each.from_s < end]
+        for span, until in zip(spans, [*(s.from_s for s in spans[1:]), end], strict=True):
+            # The first start of a job that trained before was no start.
+            halt = 0.0 if live.at_s[name] == 0.0 and span is spans[0] else pauses[name]
+            if span.devices:
+                trained_s = max(0.0, until - span.from_s - halt)
+                steps[name] += trained_s / seconds[name][span.devices]
+        found[name] = [span.devices for span in spans]
+    return Predicted(steps, found)
 
 
 def main() -> None:
@@ -149,14 +163,13 @@ def main() -> None:
     ])  # fmt: skip
     worst, means, same = [], [], []
     for live in runs:
-        outcome = predict(live, [other for other in runs if other is not live] or runs)
-        errors = [abs(outcome.completion_s[n] / took - 1) for n, took in live.took_s.items()]
-        worst.append(round(max(errors), 4))
-        means.append(round(fmean(errors), 4))
-        spans = {n: [s.devices for s in outcome.spans if s.name == n and s.devices]
-                 for n in live.steps}  # fmt: skip
-        same.append(all(spans[n] == live.sizes(n) for n in spans))
-    pace = {n: [live.took_s[n] / live.steps[n] for live in runs] for n in runs[0].steps}
+        said = predict(live, [other for other in runs if other is not live] or runs)
+        errors = {n: abs(said.steps[n] / made - 1) for n, made in live.steps.items()}
+        report.say(f"errors {errors}, sizes {said.sizes}")
+        worst.append(round(max(errors.values()), 4))
+        means.append(round(fmean(errors.values()), 4))
+        same.append(all(list(said.sizes[n]) == live.sizes(n) for n in live.steps))
+    pace = {n: [live.steps[n] / live.took_s[n] for live in runs] for n in runs[0].steps}
     spread = max((max(each) - min(each)) / fmean(each) for each in pace.values())
     report.add("prediction_error", worst)
     report.add("prediction_mean_error", means)

@@ -581,7 +581,12 @@ class _Metrics:
 
     def __init__(self, port: str | None, file: Path | None) -> None:
         try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge
+            from prometheus_client import (
+                CollectorRegistry,
+                Counter,
+                Gauge,
+                disable_created_metrics,
+            )
             from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
         except ModuleNotFoundError as error:
             raise RefusedError(
@@ -589,6 +594,7 @@ class _Metrics:
             ) from error
         from scalai.launch.coordinator.feeds import MetricsFile, MetricsServer
 
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no types
         registry = CollectorRegistry()
         kinds = {
             "devices": (Gauge, "Devices: all, and those with a worker.", ["state"]),
