@@ -18,7 +18,7 @@ MODULES = {
     **dict.fromkeys(("status", "scale", "resume", "coordinator", "doctor"), "job_commands"),
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
     "history": "history", "plot": "history", "chaos": "chaos", "plan": "plan_layout",
-    "ledger": "ledger_report", "mount": "mount", "unmount": "mount",
+    "ledger": "ledger_report", "mount": "mount", "unmount": "mount", "autoscale": "autoscale",
 }  # fmt: skip
 """Module of each command. Only the module in use is imported: converters take time and memory."""
 

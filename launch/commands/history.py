@@ -5,7 +5,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scalai.core.errors import PeerError, RefusedError, ScalaiError, UsageError
 from scalai.core.jsonable import Json
@@ -48,8 +48,8 @@ def add_parser(commands: Any) -> None:
     history.add_argument("--json", action="store_true", help="one JSON object, with whole reports")
     history.set_defaults(run=_history)
     about = (
-        "Draw losses and layouts of a job over time, and the cost of each change. JOB is a job's "
-        "name, or a folder of --report-dir."
+        "Draw losses and layouts of a job over time, and the cost of each change; of several jobs "
+        "their devices over time. JOB is a job's name, or a folder of --report-dir."
     )
     plot = commands.add_parser("plot", help="draw a job's changes", description=about)
     plot.add_argument(
@@ -69,8 +69,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     plot.add_argument("--tag", help="name of the loss among TensorBoard's scalars")
     plot.set_defaults(run=_plot)
+    which = "a job's name, or a folder of its reports"
+    history.add_argument("job", metavar="JOB", help=which)
+    plot.add_argument("jobs", metavar="JOB", nargs="+", help=which)
     for parser in (history, plot):
-        parser.add_argument("job", metavar="JOB", help="a job's name, or a folder of its reports")
         add_way(parser)
 
 
@@ -103,22 +105,30 @@ def _plot(args: argparse.Namespace) -> int:
         raise UsageError(f"-o {args.out}: expected a name that ends in {', '.join(FORMS)}.")
     if not args.out.parent.is_dir():
         raise UsageError(f"-o {args.out}: there is no folder {args.out.parent}.")
-    history, tensorboard = _read(args)
-    losses, note = _losses(args, history, tensorboard)
+    if len(args.jobs) > 1 and (form == ".html" or args.losses or args.tensorboard):
+        raise UsageError("several jobs are drawn as .png or .svg, and without losses.")
+    found = [_read(argparse.Namespace(**{**vars(args), "job": job})) for job in args.jobs]
+    history, tensorboard = found[0]
+    losses, note = _losses(args, history, tensorboard) if len(found) == 1 else (None, "")
     try:
-        from scalai.launch.commands import history_picture
+        from scalai.launch.commands import history_picture, jobs_picture
     except ModuleNotFoundError as error:
         raise RefusedError(
             f"matplotlib is not installed ({error}), and draws: {PLOT_EXTRA}"
         ) from error
-    drawing = history_picture.picture(history, losses, "png" if form == ".png" else "svg")
+    kind: Literal["png", "svg"] = "png" if form == ".png" else "svg"
+    if len(found) > 1:
+        drawing = jobs_picture.picture([each for each, _ in found], kind)
+    else:
+        drawing = history_picture.picture(history, losses, kind)
     if form == ".html":
         drawing = history_picture.page(history, drawing)
     try:
         replace_file(args.out, drawing, is_durable=False)
     except OSError as error:
         raise ScalaiError(f"-o {args.out} cannot be written: {error.strerror}") from error
-    show(*(f"note: {each}" for each in (*history.notes, note) if each), str(args.out))
+    notes = [note for each, _ in found for note in each.notes]
+    show(*(f"note: {each}" for each in (*notes, note) if each), str(args.out))
     return 0
 
 

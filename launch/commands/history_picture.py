@@ -95,7 +95,7 @@ def picture(
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # A name in letters that the font lacks.
         warnings.simplefilter("ignore", UserWarning)
-        figure = page.draw(title or _plain(history.name, 70))
+        figure = page.draw(title or plain(history.name, 70))
         output = io.BytesIO()
         figure.savefig(
             output, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {}
@@ -116,7 +116,7 @@ def page(history: History, drawing: bytes) -> bytes:
     ).encode()
 
 
-def _plain(text: str, most: int) -> str:
+def plain(text: str, most: int) -> str:
     """A line for a picture: of a longer one its begin and its end, of a long one its begin."""
     line = escaped(" ".join(text.split()))
     if len(line) <= most:
@@ -158,7 +158,7 @@ class _Clock:
             times_of = (each - self.zero for each in (stretch.begin, end, lost))
             self.bars.append(_Bar(stretch.resize, *times_of))
         span = max([*(bar.end for bar in self.bars), *(at - self.zero for at in times[-1:])])
-        self.unit, self.unit_s = _unit(span)
+        self.unit, self.unit_s = unit_of(span)
         self.span = max(span, 1e-3) / self.unit_s
 
     def x(self, seconds: float) -> float:
@@ -168,7 +168,7 @@ class _Clock:
         return (at - self.zero) / self.unit_s
 
 
-def _unit(span_s: float) -> tuple[str, float]:
+def unit_of(span_s: float) -> tuple[str, float]:
     for name, unit_s, most in (("seconds", 1, 300), ("minutes", 60, 300), ("hours", 3600, 96)):
         if span_s <= most * unit_s:
             return name, float(unit_s)
@@ -386,7 +386,7 @@ class _Page:
         kept = sorted(spent, key=lambda name: -spent[name])
         rare = kept[MOST_LAYOUTS - 1 :] if len(kept) > MOST_LAYOUTS else []
         ordered = sorted(set(kept) - set(rare), key=lambda name: (-ranks[name], name))
-        rows = {name: _plain(name, 36) for name in ordered}
+        rows = {name: plain(name, 36) for name in ordered}
         return {**rows, **dict.fromkeys(rare, f"{len(rare)} other layouts")}
 
     def _draw_layouts(self, axes: Axes) -> None:
@@ -612,7 +612,7 @@ def _power(exponent: int) -> str:
 
 def _label(number: int, resize: Resize) -> str:
     before = "" if resize.before is None else f"{resize.before} → "
-    return f"{number}  {_plain(reason_of(resize), 36)}\n{_plain(before + resize.after, 44)}"
+    return f"{number}  {plain(reason_of(resize), 36)}\n{plain(before + resize.after, 44)}"
 
 
 def _or_dash(count: int | None) -> str:

@@ -4,6 +4,7 @@ pods of this machine, with the tiny job as the script (``support.pods``)."""
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,30 @@ def test_the_job_is_scaled_from_within_a_pod(tmp_path: Path) -> None:
         assert job.state.failed == 0 and [pod.index for pod in job.living()] == [0]
         steps = check_steps(job.lines())
         assert steps == list(range(1, len(steps) + 1)), "no step is lost"
+
+
+def test_an_autoscaler_in_a_pod_takes_lost_devices_and_owns_the_jobs_by_a_lease(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, 2) as job:
+        first, jobs = job.pod(0), job.durable / "jobs"
+        jobs.mkdir()
+        (jobs / "token").write_text(first.environment["SCALAI_JOB_TOKEN"])
+        (jobs / "gpt.toml").write_text(
+            'devices = [1, 2]\ncoordinator = "gpt-0.gpt:29400"\n'
+            'token_file = "/durable/jobs/token"\n'
+        )
+        words = ("scalai", "autoscale", "--jobs", "/durable/jobs", "--devices", "1x1",
+                 "--kubernetes", "--lease", "kubernetes:", "--once")  # fmt: skip
+        with ThreadPoolExecutor(1) as aside:  # the pods go meanwhile
+            done = aside.submit(job.execute, first, *words)
+            job.wait_for_world(1)
+            job.wait_until(done.done, "it returns")
+        assert done.result().returncode == 0, done.result().stderr
+        assert "gpt 2 -> 1" in done.result().stdout
+        assert [pod.index for pod in job.living()] == [0] and job.state.failed == 0
+        assert any("autoscale" in name for name in job.api.leases), job.api.leases
+        check_steps(job.lines())
 
 
 def test_a_pod_of_a_lost_node_is_replaced(tmp_path: Path) -> None:

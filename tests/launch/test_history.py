@@ -194,6 +194,7 @@ def test_an_ended_job_is_known_by_its_name(tmp_path: Path, capsys: Capsys) -> No
         (["history", "{}/none"], 2, "is no directory. Name a job, or the folder of its reports."),
         (["plot", "{}/reports", "-o", "{}/x.gif"], 2, "ends in .png, .svg, .html"),
         (["plot", "{}/reports", "-o", "{}/no/x.svg"], 2, "there is no folder"),
+        (["plot", "{0}/reports", "{0}/reports", "-o", "{0}/x.html"], 2, "are drawn as .png or"),
         (["plot", "{}/reports", "-o", "/proc/x.svg"], 1, "x.svg cannot be written: "),
         (["plot", "{}/reports", "-o", "{}/x.svg", "--tensorboard", "{}/empty"], 2, "no event file"),
         (["plot", "{}/reports", "-o", "{}/x.svg", "--losses", "{}/empty"], 2, "with a loss"),
@@ -209,6 +210,15 @@ def test_what_cannot_be_read_or_written_is_said(
     found, said = logged(capsys, *(word.format(tmp_path) for word in words))
     assert found == code and why in said, said
     assert "Traceback" not in said and not (tmp_path / "x.svg").exists()
+
+
+def test_several_jobs_are_drawn_as_their_devices_over_time(tmp_path: Path, capsys: Capsys) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / name, [report(0), report(1)])
+    jobs = tmp_path / "one", tmp_path / "two"
+    code, said = logged(capsys, "plot", *jobs, "-o", tmp_path / "x.svg")
+    drawing = (tmp_path / "x.svg").read_text() if code == 0 else said
+    assert code == 0 and drawing.count("<path") > 10, said
 
 
 @pytest.mark.fault

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +29,14 @@ class Standing:
         ran_s: Seconds since submission with devices, standstill included.
         service_s: Device-seconds, standstill included.
         changes: Changes of its devices so far, the first start left out.
+        since_s: Seconds with the present devices.
     """
 
     placement: Placement = ()
     ran_s: float = 0.0
     service_s: float = 0.0
     changes: int = 0
+    since_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,10 @@ class Rules:
 
     Attributes:
         every_s: Seconds between decisions.
+        look_s: Seconds between looks: a decision follows a look that sees an event, too. None: none
+            between decisions.
         pause_s: Standstill of a job whose devices change.
+        pauses: The same by kind of job, where it is another.
         most_s: End of the simulation; jobs that have not ended then are an error.
     """
 
@@ -58,6 +61,20 @@ class Rules:
     every_s: int = 60
     pause_s: float = 30.0
     most_s: float = 40 * 86400.0
+    look_s: int | None = None
+    pauses: Mapping[str, float] = field(default_factory=dict)
+
+    def pause_of(self, kind: str) -> float:
+        return self.pauses.get(kind, self.pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Devices on equal hosts from a time on."""
+
+    from_s: float
+    hosts: int
+    per_host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,7 @@ class _Running:
     ran_s: float = 0.0
     service_s: float = 0.0
     starts: int = 0
+    changed_s: float = 0.0
     ended_s: float | None = None
     rows: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     noise: Noise | None = None
@@ -140,22 +158,30 @@ def simulate(
     *,
     limits: Mapping[str, Limits] | None = None,
     place: Place = place_most_free,
+    resources: Sequence[Resources] = (),
 ) -> Outcome:
     """Return when each job of a workload ends.
 
     Args:
         limits: Stated limits by kind; absent: as measured.
+        resources: Changes of the devices, in order of time. A decision follows each.
     """
     cluster = _Cluster(workload, applications, rules, sight, limits or {})
-    now, memory = 0.0, dict[str, float]()
+    now, decided, memory = 0.0, 0.0, dict[str, float]()
+    look, known = rules.look_s or rules.every_s, None
     while cluster.waiting or cluster.active:
-        now += rules.every_s
+        now += look
         if now > rules.most_s:
             raise AssertionError(f"{len(cluster.active)} jobs have not ended after {now:.0f} s")
-        cluster.run(now - rules.every_s, rules.every_s)
+        cluster.run(now - look, look)
         cluster.admit(now)
-        if not cluster.active:
+        cluster.resources = next(
+            (each for each in reversed(resources) if each.from_s <= now), cluster.resources
+        )
+        seen = cluster.resources, frozenset(cluster.active)
+        if not cluster.active or (seen == known and now - decided < rules.every_s):
             continue
+        known, decided = seen, now
         answer = policy(cluster.question(now), memory)
         memory = dict(answer.memory)
         cluster.apply(answer, now, place)
@@ -175,6 +201,7 @@ class _Cluster:
         limits: Mapping[str, Limits],
     ) -> None:
         self.rules, self.sight = rules, sight
+        self.resources = Resources(0.0, rules.hosts, rules.per_host)
         self.waiting: list[_Running] = [
             _running(one, applications[one.kind], limits.get(one.kind), rules, sight)
             for one in sorted(workload, key=lambda one: one.at_s)
@@ -203,26 +230,32 @@ class _Cluster:
     def question(self, now: float) -> Question:
         return Question(
             now,
-            tuple(self._view(job) for job in self.active.values()),
-            self.rules.hosts,
-            self.rules.per_host,
+            tuple(self._view(job, now) for job in self.active.values()),
+            self.resources.hosts,
+            self.resources.per_host,
             tuple(self._past),
         )
 
     def apply(self, answer: Answer, now: float, place: Place) -> None:
-        held = {name: job.hosts for name, job in self.active.items() if job.hosts}
-        free = [self.rules.per_host] * self.rules.hosts
+        free = [self.resources.per_host] * self.resources.hosts
+        held = {
+            name: job.hosts
+            for name, job in self.active.items()
+            if job.hosts
+            and all(host < len(free) and count <= free[host] for host, count in job.hosts)
+        }
         found = place(tuple(answer.devices), answer.devices, held, free)
         for name, job in self.active.items():
-            hosts = found.get(name, ())
-            if hosts == job.hosts:
+            placed = found.get(name, ())
+            if placed == job.hosts:
                 continue
-            job.hosts = hosts
-            job.placement = tuple(count for _, count in hosts)
+            job.hosts = placed
+            job.placement = tuple(count for _, count in placed)
             self._spans.append(Span(name, now, sum(job.placement)))
-            if hosts:
+            job.changed_s = now
+            if placed:
                 job.starts += 1
-                job.halt_s = self.rules.pause_s
+                job.halt_s = self.rules.pause_of(job.submission.kind)
                 _tune(job)
 
     def outcome(self) -> Outcome:
@@ -232,7 +265,7 @@ class _Cluster:
             tuple(self._spans),
         )
 
-    def _view(self, job: _Running) -> ClusterJob:
+    def _view(self, job: _Running, now: float) -> ClusterJob:
         asked = job.submission.asked
         rates, remaining = self._known(job)
         return ClusterJob(
@@ -241,11 +274,17 @@ class _Cluster:
             job.submission.at_s,
             asked,
             job.limits,
-            Standing(job.placement, job.ran_s, job.service_s, max(job.starts - 1, 0)),
+            Standing(
+                job.placement,
+                job.ran_s,
+                job.service_s,
+                max(job.starts - 1, 0),
+                now - job.changed_s,
+            ),
             rates,
             remaining,
             job.progress,
-            self.rules.pause_s,
+            self.rules.pause_of(job.submission.kind),
         )
 
     def _known(self, job: _Running) -> tuple[Floats, float | None]:

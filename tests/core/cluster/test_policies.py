@@ -1,5 +1,6 @@
 """Who gets what: laws that hold for every policy, and the rule of each."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
@@ -8,7 +9,16 @@ import pytest
 
 from scalai.core.cluster.application import Limits
 from scalai.core.cluster.policies import POLICIES
-from scalai.core.cluster.question import Asked, ClusterJob, Ended, Question, Standing
+from scalai.core.cluster.question import (
+    Answer,
+    Asked,
+    ClusterJob,
+    Ended,
+    Memory,
+    Question,
+    Standing,
+)
+from scalai.core.cluster.steady import steady
 
 FAST = {name: policy for name, policy in POLICIES.items() if name != "evolutionary"}
 
@@ -128,3 +138,74 @@ def test_qssf_serves_the_kind_first_that_was_short_before() -> None:
 def test_the_dynamic_program_admits_the_oldest_and_lets_all_of_them_run() -> None:
     answer = POLICIES["dynamic-program"](ask(*(job(n) for n in range(6)), hosts=1), {})
     assert answer.devices == {f"job-{n}": 1 for n in range(4)}
+
+
+# ------------------------------------------------------------------ running jobs
+
+
+def given(wanted: Mapping[str, int], *jobs: ClusterJob, hosts: int = 1) -> Mapping[str, int]:
+    def policy(question: Question, memory: Memory) -> Answer:
+        return Answer(wanted)
+
+    return steady(policy)(ask(*jobs, hosts=hosts), {}).devices
+
+
+def running(number: int, devices: int, since_s: float = 1e6, **changes: object) -> ClusterJob:
+    standing = Standing((devices,), 1000.0, 1000.0, 1, since_s)
+    return job(number, standing=standing, pause_s=2.0, **changes)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_policy_leaves_running_jobs_their_least_devices(name: str, seed: int) -> None:
+    question = drawn(seed)
+    found = steady(POLICIES[name])(question, {}).devices
+    held = [one for one in question.jobs if one.devices]
+    assert all(found[one.name] >= min(one.devices, one.limits.devices[0]) for one in held)
+    if sum(one.limits.devices[0] for one in held) <= question.devices:
+        assert sum(found.values()) <= question.devices
+
+
+def test_a_job_that_would_be_stopped_keeps_its_least_and_others_wait() -> None:
+    assert given({"job-1": 4}, running(0, 4), job(1)) == {"job-0": 4}
+    assert given({"job-0": 1, "job-1": 3}, running(0, 4), job(1)) == {"job-0": 1, "job-1": 3}
+
+
+def test_a_job_that_has_just_changed_does_not_grow_again() -> None:
+    wanted = {"job-0": 1, "job-1": 3}
+    young = running(0, 2), running(1, 2, since_s=30.0)
+    assert given(wanted, *young) == {"job-0": 2, "job-1": 2}
+    assert given(wanted, running(0, 2), running(1, 2)) == wanted
+
+
+def test_a_gain_below_the_standstill_is_no_reason_to_change() -> None:
+    flat = np.minimum(np.arange(0, 17, dtype=np.float64), 2.0)
+    assert given({"job-0": 4}, running(0, 2, rates=flat)) == {"job-0": 2}
+    slower = np.array([0.0, 1.0, 1.5, 1.6, 1.2])
+    assert given({"job-0": 3}, running(0, 4, rates=slower)) == {"job-0": 3}
+
+
+def test_nobody_gives_a_device_back_that_nobody_needs() -> None:
+    assert given({"job-0": 1, "job-1": 1}, running(0, 2), running(1, 1)) == {
+        "job-0": 2, "job-1": 1,
+    }  # fmt: skip
+
+
+def test_lost_devices_are_taken_from_whom_has_most_even_if_it_has_just_changed() -> None:
+    jobs = running(0, 3, since_s=0.0), running(1, 1), running(2, 1)
+    assert given({one.name: one.devices for one in jobs}, *jobs) == {
+        "job-0": 2, "job-1": 1, "job-2": 1,
+    }  # fmt: skip
+    even = [running(n, 2, priority=3.0 - n) for n in range(3)]
+    assert given({one.name: 2 for one in even}, *even) == {"job-0": 2, "job-1": 1, "job-2": 1}
+
+
+def test_too_many_jobs_for_the_devices_keep_their_least() -> None:
+    assert given({}, *(running(n, 1) for n in range(6))) == {f"job-{n}": 1 for n in range(6)}
+
+
+def test_what_one_job_does_not_take_another_one_does() -> None:
+    """Both would grow alike, and the first one has just changed."""
+    free = ask(running(0, 1, since_s=1.0), running(1, 1), running(2, 1), hosts=1)
+    found = steady(POLICIES["goodput"])(free, {}).devices
+    assert found["job-0"] == 1 and sum(found.values()) == 4

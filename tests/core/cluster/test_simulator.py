@@ -9,10 +9,19 @@ from scalai.core.cluster.application import Application, read_application
 from scalai.core.cluster.placing import place_packed
 from scalai.core.cluster.policies import POLICIES
 from scalai.core.cluster.question import Answer, Asked, Memory, Question
-from scalai.core.cluster.simulator import Outcome, Rules, Sight, Submission, simulate
+from scalai.core.cluster.simulator import (
+    Outcome,
+    Resources,
+    Rules,
+    Sight,
+    Submission,
+    simulate,
+)
+from scalai.core.cluster.steady import steady
 
 STATED = Sight(is_length_stated=True)
 FIXED_BATCH = Sight("none", is_batch_free=False)
+FIXED_BATCH_SEEN = Sight(is_batch_free=False)
 
 
 def kind(noise: tuple[float, float] = (1.0, 0.0)) -> Application:
@@ -109,3 +118,16 @@ def test_the_published_run_of_tiresias_is_met_within_a_hundredth() -> None:
         workload, read_kinds(DATA), POLICIES["tiresias"], Rules(), FIXED_BATCH, limits=LIMITS
     )
     assert found.mean_s == pytest.approx(published, rel=0.01)
+
+
+def test_a_decision_follows_a_lost_device_a_new_one_and_an_arrival_at_once() -> None:
+    jobs = [submitted(0, 0.0, batch=64), submitted(1, 90.0, batch=64)]
+    rules = Rules(hosts=1, per_host=4, every_s=1000, look_s=1, pause_s=0.5)
+    found = simulate(
+        jobs, {"toy": kind()}, steady(POLICIES["goodput"]), rules, FIXED_BATCH_SEEN,
+        resources=[Resources(30.0, 1, 3), Resources(60.0, 1, 4)],
+    )  # fmt: skip
+    assert [(span.name, span.from_s, span.devices) for span in found.spans[:5]] == [
+        ("toy-0", 1.0, 4), ("toy-0", 30.0, 3), ("toy-0", 60.0, 4), ("toy-0", 90.0, 3),
+        ("toy-1", 90.0, 1),
+    ]  # fmt: skip
