@@ -95,6 +95,7 @@ def test_lost_devices_are_taken_and_nothing_happens_without_the_autoscaler(tmp_p
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.timeout(1500)
 def test_jobs_of_both_frameworks_share_devices_and_train_as_if_they_were_alone(
     tmp_path: Path,
