@@ -1,5 +1,4 @@
-"""Live jobs under ``scalai autoscale``, beside the simulator's prediction: ``PYTHONPATH=tests make
-bench NAME=autoscale``.
+"""Live jobs under ``scalai autoscale``, beside the simulator's prediction.
 
 Three jobs (two on megatron-core, one on DeepSpeed) share four devices; one device is lost and comes
 back, and a fourth job arrives (``tests/support/autoscaled.py``). A pass of a sample costs a device
@@ -19,6 +18,7 @@ repetitions; each is predicted from the steps and pauses measured in the other t
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,9 @@ from scalai.core.cluster.steady import steady
 from scalai.launch.commands.autoscale_jobs import SAMPLES, measured, pause_of
 from scalai.launch.commands.job_history import History, read_folder
 from scalai.store.atomic import replace_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from support.autoscaled import Shared, through_all
 
 
