@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 1.0
 """Seconds for a worker to write its stacks; it needs no lock."""
 FRAMES = 6
-"""Innermost frames of the main thread to log; the file has all."""
+"""Innermost frames to log; the file has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ class Stacks:
 
 
 def main_thread(text: str) -> list[str]:
-    """Return the main thread's frames, innermost first, from ``faulthandler``'s output: it comes
-    last."""
+    """Return the frames of the newest of ``faulthandler``'s dumps, innermost first."""
     lines = text.splitlines()
     starts = [number for number, line in enumerate(lines) if line.rstrip().endswith(":")]
     found = lines[starts[-1] + 1 :] if starts else []

@@ -1,8 +1,8 @@
 """The folder between the workers of a host and their agent: socket, token, stacks on request.
 
 Sockets are reached by the folder's descriptor: a socket's path has room for 107 bytes only, and
-names of hosts and jobs on a cluster are longer. On a signal a worker writes the stacks of its
-threads into this folder, also during a collective.
+names of hosts and jobs on a cluster are longer. On a signal a worker writes the stack of its main
+thread into this folder, also during a collective.
 """
 
 import faulthandler
@@ -70,14 +70,16 @@ def stacks_path(directory: Path, pid: int) -> Path:
 def offer_stacks() -> None:
     """Worker, at its start: answer the signal. A fork must call this itself.
 
-    Source: faulthandler of CPython: its handler runs no Python code and so needs no lock.
+    Source: faulthandler of CPython: its handler runs no Python code and so needs no lock. For the
+    same reason it may not read the frames of other threads, which go on: their memory may be gone,
+    and the process with it.
     """
     directory = os.environ.get(AGENT_DIRECTORY)
     if directory is None:
         return
     file = stacks_path(Path(directory), os.getpid()).open("w")
     _files.append(file)  # the file closes with the object; the handler has only its descriptor
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
 
 
 _files: list[object] = []

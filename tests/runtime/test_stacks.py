@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from scalai.launch.agent.progress import Progress, Stacks, describe, main_thread
+from scalai.runtime.agent_folder import STACK_SIGNAL
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.fault
@@ -83,9 +84,50 @@ def test_one_that_cannot_answer_is_described_and_lives(
         assert process.poll() is None
 
 
-def test_the_main_thread_is_the_last_of_a_dump() -> None:
-    dump = """Thread 0x1 (most recent call first):
-  File "a.py", line 1 in other
+ANSWER_S = 0.05
+"""A thread that ends may get a question, and has no answer."""
+BUSY = """
+import threading
+from scalai.runtime.agent_folder import offer_stacks
+
+def deep(n):
+    return deep(n - 1) if n else 0
+
+def begin_threads():
+    while True:
+        thread = threading.Thread(target=deep, args=(50,))
+        thread.start()
+        thread.join()
+
+offer_stacks()
+threading.Thread(target=begin_threads, daemon=True).start()
+print("there", flush=True)
+while True:
+    deep(200)
+"""
+
+
+def test_a_worker_outlives_questions_while_its_threads_come_and_go(tmp_path: Path) -> None:
+    environment = {**os.environ, "SCALAI_AGENT": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "there\n"
+            (answers,) = tmp_path.glob("stacks-*")
+            for _ in range(1500):
+                before, end = answers.stat().st_size, time.monotonic() + ANSWER_S
+                process.send_signal(STACK_SIGNAL)
+                while answers.stat().st_size == before and time.monotonic() < end:
+                    assert process.poll() is None, "a question has killed it"
+            assert "in deep" in answers.read_text(errors="replace")
+        finally:
+            process.kill()
+
+
+def test_the_newest_of_several_dumps_counts() -> None:
+    dump = """Current thread 0x2 (most recent call first):
+  File "a.py", line 1 in before
 Current thread 0x2 (most recent call first):
   File "b.py", line 2 in inner
   File "b.py", line 3 in <module>
