@@ -48,7 +48,10 @@ def benchmark(name: str, *flags: str, limit_s: float) -> Part:
 
 PARTS = {
     "memory": tests("cuda", limit_s=120.0, workers=4),
-    "pause": benchmark("resize", "--only", "downtime", "--changes", "1", limit_s=160.0),
+    "pause": benchmark(
+        "resize", "--only", "downtime", "--changes", "1", "--standby", "never", limit_s=160.0
+    ),
+    "pause_brink": benchmark("resize", "--only", "brink", "--changes", "1", limit_s=120.0),
     "pretrain_gpt": tests(
         "end_to_end/test_pretrain_gpt.py::"
         "test_losses_samples_and_rates_are_those_of_the_uninterrupted_run",
