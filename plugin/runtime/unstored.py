@@ -195,6 +195,8 @@ class UnstoredBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func in _COPIES and len(found) == 1:
             return self._copied(func, args, kwargs)
+        if func is _aten.cat.default:
+            return self._joined(func, args, kwargs)
         raise self._refusal(func)
 
     def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -246,6 +248,14 @@ class UnstoredBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a copy of state, or a cast of it: state without storage too."""
         device = torch.device(kwargs.get("device") or args[0].device)
         twin = func(_twin(args[0]), *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+        return self._state_like(twin, device)
+
+    def _joined(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return state joined with state, or with padding: a restore must bring all of it."""
+        twin = func([_twin(each) for each in args[0]], *args[1:], **kwargs)
+        return self._state_like(twin, args[0][0].device)
+
+    def _state_like(self, twin: torch.Tensor, device: torch.device) -> torch.Tensor:
         made = self._like(twin, device, None)
         self._unstored[made.untyped_storage()._cdata].is_state = True
         return made

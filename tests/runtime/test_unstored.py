@@ -98,14 +98,26 @@ def test_tensors_that_are_gone_take_nothing_back(unstored: UnstoredBuild) -> Non
         lambda weight: weight.sum(),
         lambda weight: torch.ones(8, 16).add_(weight.detach()),
         lambda weight: float(weight.detach()[0, 0]),
-        lambda weight: torch.cat([weight.detach(), weight.detach()]),
+        lambda weight: torch.stack([weight.detach(), weight.detach()]).sum(),
     ],
-    ids=["sum", "in place", "host", "fused"],
+    ids=["sum", "in place", "host", "of both"],
 )
 def test_values_of_parameters_are_not_computed_with(unstored: UnstoredBuild, compute: Any) -> None:
     block = Block()
     with pytest.raises(RefusedError, match="from parameters"):
         compute(block.weight)
+
+
+def test_state_that_is_joined_is_state(unstored: UnstoredBuild) -> None:
+    """As torch's DDP joins parameters for a broadcast, and DeepSpeed for its flat buffers."""
+    block = Block()
+    joined = torch.cat([block.weight.detach().view(-1), block.bias.detach()])
+    assert size_of(joined) == 0 and joined.shape == (144,)
+    block.bias.detach().copy_(joined[128:])
+    with pytest.raises(RefusedError, match="no part of the state"):
+        unstored.check([block.weight.detach().view(-1), block.bias.detach()])
+    del joined
+    unstored.check([block.weight.detach().view(-1), block.bias.detach()])
 
 
 def test_memory_of_parameters_that_no_restore_brings_is_refused(unstored: UnstoredBuild) -> None:
