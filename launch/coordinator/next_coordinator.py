@@ -103,7 +103,7 @@ class _Lookout:
                 try:
                     entry, unchanged_s = self._watch.look()
                     self._last = _Seen(entry, unchanged_s, time.monotonic())
-                except PeerError as error:
+                except (ScalaiError, OSError) as error:  # this thread outlives any register
                     self._last = _Seen(at=time.monotonic(), problem=str(error))
                 else:
                     self.is_known |= _is_renewed(before, entry)
