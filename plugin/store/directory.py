@@ -39,10 +39,13 @@ class Room:
     free: int
 
 
-def check_budget(needed: int, room: Room, limit: int | None, host: str, directory: Path) -> int:
+def check_budget(
+    needed: int, others: int, room: Room, limit: int | None, host: str, directory: Path
+) -> int:
     """Return the bytes of files to keep for reuse beside a snapshot of ``needed`` bytes.
 
-    ``limit`` is the store's in bytes; None: the file system's.
+    ``others`` are the bytes of other hosts in a generation here: the next one has as many, in the
+    pages of the last but one. ``limit`` is the store's in bytes; None: the file system's.
 
     Raises:
         StoreError: There is no room for two generations of this size, beside the bytes in use.
@@ -62,7 +65,7 @@ def check_budget(needed: int, room: Room, limit: int | None, host: str, director
             f"{room.free} free. Enlarge the shared memory (docker run "
             f"--shm-size={_gibibytes(budget)}g) or choose another --store-dir."
         )
-    keep = max(budget - room.in_use, needed)
+    keep = max(budget + 2 * others - room.in_use, needed + others)
     return keep if limit is None else min(keep, limit - room.in_use)
 
 
@@ -191,13 +194,16 @@ class HostDirectory:
             sizes = {each.st_ino: each.st_size for each in (*held, *pinned_files(self.path))}
             return Room(sum(sizes.values()), self._pool.size_bytes(), free_bytes(self.path))
 
-    def make_room(self, needed: int, limit: int | None, is_temporary: Callable[[], bool]) -> None:
+    def make_room(
+        self, needed: int, others: int, limit: int | None, is_temporary: Callable[[], bool]
+    ) -> None:
         """Make a snapshot of ``needed`` bytes fit.
 
         Ends pins of dropped generations in the way. Waits up to ``GIVEN_BACK_S`` if the obstacle
         ``is_temporary``.
 
         Args:
+            others: Bytes of other hosts in a generation here (``check_budget``).
             limit: Limit of the store in bytes; None: the file system's.
 
         Raises:
@@ -208,7 +214,7 @@ class HostDirectory:
             while True:
                 room = self.room()
                 try:
-                    keep = check_budget(needed, room, limit, self.path.name, self.path)
+                    keep = check_budget(needed, others, room, limit, self.path.name, self.path)
                     break
                 except StoreError:
                     if self.expire_dropped():

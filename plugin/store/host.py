@@ -101,7 +101,9 @@ class HostStore(HeldGenerations):
         needed = self._needed = sum(share.layout.size_bytes for share in shares)
         with self._folders.makings.begin(is_snapshot=True) as making:
             with self._mutex:
-                self._folders.make_room(needed, self._budget_bytes, self._is_giving_back)
+                kept = (sum(f.size_bytes for f in m.files) for m in self._committed.values())
+                others = max(0, max(kept, default=0) - needed)
+                self._folders.make_room(needed, others, self._budget_bytes, self._is_giving_back)
                 directory = self._folders.new("snapshot")
                 self._unsealed.add(directory)
             snapshot = SnapshotSlot.reserved(directory, held, shares)

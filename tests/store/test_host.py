@@ -190,6 +190,24 @@ def test_no_host_has_the_name_of_a_file_of_its_job(tmp_path: Path, name: str) ->
         HostStore("job", name, tmp_path)
 
 
+def test_pieces_of_other_hosts_lie_in_the_pages_of_the_last_but_one_generation(
+    open_store: Opener,
+) -> None:
+    first, second = open_store(host="a"), open_store(host="b")
+    pages = list[set[int]]()
+    for number in range(1, 6):
+        manifest = generation(first, number, step=number)
+        generation(second, number, step=number)
+        staged = second.stage(manifest.collection)
+        second.extend(number, staged, fingerprints=manifest.fingerprint)
+        folder = second.generation_directory(number)
+        pages.append({each.stat().st_ino for each in folder.glob("*.safetensors")})
+        if number > 1:
+            first.drop(number - 1)
+            second.drop(number - 1)
+    assert pages[2] == pages[4] != pages[3] == pages[1], "nothing was made anew"
+
+
 def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
     first, second = open_store(host="a"), open_store(host="b")
     manifest = generation(first, 4, step=2)
@@ -233,7 +251,7 @@ def test_a_durable_copy_is_the_same_generation(store: HostStore, tmp_path: Path)
     ],
 )
 def test_what_fits_may_keep_the_files_of_one_more_generation(room: Room, kept: int) -> None:
-    assert check_budget(100, room, None, "a", FOLDER) == kept
+    assert check_budget(100, 0, room, None, "a", FOLDER) == kept
 
 
 @pytest.mark.parametrize(
@@ -246,7 +264,7 @@ def test_what_fits_may_keep_the_files_of_one_more_generation(room: Room, kept: i
 def test_what_does_not_fit_twice_is_refused_with_what_there_is(room: Room) -> None:
     found = f"need 200; {FOLDER} has {room.in_use} in use, {room.reusable} to reuse"
     with pytest.raises(StoreError, match=f"{found} and {room.free} free"):
-        check_budget(100, room, None, "a", FOLDER)
+        check_budget(100, 0, room, None, "a", FOLDER)
 
 
 @pytest.mark.fault
@@ -255,9 +273,9 @@ def test_a_limit_holds_however_much_is_free_and_counts_what_is_in_use(
     in_use: int, limit: int, kept: int
 ) -> None:
     room = Room(in_use=in_use, reusable=0, free=MUCH)  # fetched pieces among it
-    assert check_budget(100, room, limit, "a", FOLDER) == kept
+    assert check_budget(100, 0, room, limit, "a", FOLDER) == kept
     with pytest.raises(StoreError, match=f"beside {in_use} in use; the store may take {limit - 1}"):
-        check_budget(100, room, limit - 1, "a", FOLDER)
+        check_budget(100, 0, room, limit - 1, "a", FOLDER)
 
 
 def test_too_little_room_is_refused_with_sizes_and_the_way_out(
