@@ -308,6 +308,8 @@ class TrainingHooks:
             job, "phase_transition_iterations", None
         )
         if getattr(makes, "is_distributed", False) and not has_others:
+            if job.train_samples:  # their steps, by which evaluations are counted: once
+                self._training.update_train_iters(job)
             self._data_sets = self._training.build_train_valid_test_datasets(makes)
 
     def build_data_sets(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -115,9 +115,9 @@ class FakeTraining:
     def __init__(self, **arguments: Any) -> None:
         self.job = Namespace(
             **COUNTERS, load=None, rank=0, world_size=1, seed=1, finetune=False,
-            pretrained_checkpoint=None, global_batch_size=4, train_iters=9, bf16=False, fp16=False,
-            micro_batch_size=2, data_parallel_size=1, tensorboard_dir="no such folder",
-            virtual_pipeline_model_parallel_size=None,
+            pretrained_checkpoint=None, global_batch_size=4, train_iters=9, train_samples=None,
+            bf16=False, fp16=False, micro_batch_size=2, data_parallel_size=1,
+            tensorboard_dir="no such folder", virtual_pipeline_model_parallel_size=None,
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
@@ -153,7 +153,11 @@ class FakeTraining:
         self.setup_model_and_optimizer(model_provider, "type")
         self.given = [self.build_train_valid_test_datasets(provider) for _ in range(2)]
 
+    def update_train_iters(self, job: Namespace) -> None:
+        job.train_iters = job.train_iters or job.train_samples // job.global_batch_size
+
     def build_train_valid_test_datasets(self, provider: Any) -> Any:
+        assert self.job.train_iters is not None, "evaluations are counted by it"
         return provider()
 
     def build_train_valid_test_data_iterators(self, provider: Any) -> Any:
@@ -212,6 +216,7 @@ def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
     ("arguments", "are_opened"),
     [
         ({}, [False, True]),
+        ({"train_iters": None, "train_samples": 40}, [False, True]),
         ({"virtual_pipeline_model_parallel_size": 2}, [True, True]),
         ({"phase_transition_iterations": [3]}, [True, True]),
     ],
