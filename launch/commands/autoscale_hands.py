@@ -207,11 +207,10 @@ class Requests:
         lost = []
         for name, sought in list(self._sought.items()):
             known = jobs.get(name)
-            if known is not None and known.state == "silent":
-                continue
-            is_there = known is not None and known.state != "ended"
-            if known is None or not is_there:
+            if known is None or known.state == "ended":
                 del self._sought[name]
+            elif known.state == "silent":
+                continue
             elif known.seen.devices == sought.devices and known.seen.is_training:
                 del self._sought[name]
             elif now - sought.since > GIVE_UP_S:
@@ -219,6 +218,7 @@ class Requests:
                 lost.append((name, sought.devices))
                 self._refuse(name, sought.devices, f"not within {GIVE_UP_S:.0f} s")
         self._refused = {key: until for key, until in self._refused.items() if until > now}
+        self._told = {name: devices for name, devices in self._told.items() if name in jobs}
         return lost
 
     def _refuse(self, name: str, devices: int, why: str) -> None:

@@ -319,16 +319,16 @@ class Problems:
     """What goes wrong, said once, and its end."""
 
     def __init__(self) -> None:
-        self._said: dict[str, str] = {}
+        self._said: set[str] = set()
 
     def note(self, what: str, text: str = "") -> None:
         """Say a problem of something, or without a text that there is none now."""
-        before = self._said.get(what, "")
-        if text and not before:
+        if text and what not in self._said:
             log.warning("event=problem what=%r %s", what, text)
-        elif before and not text:
+            self._said.add(what)
+        elif not text and what in self._said:
             log.info("event=problem_over what=%r", what)
-        self._said[what] = text
+            self._said.remove(what)
 
 
 State = Literal["runs", "waits", "silent", "ended"]

@@ -44,7 +44,7 @@ class Job(Cluster):
 
     def __init__(self, folder: Path, pods: int, **changes: Any) -> None:
         script = [
-            str(TINY_JOB), "--steps", "100000", "--step-s", "0.05",
+            str(TINY_JOB), "--steps", "100000", "--step-s", "0.1", "--shares",
             "--metrics", "/durable/metrics.jsonl", "--enough", "/durable/enough",
             "--held", "/durable/held",
         ]  # fmt: skip

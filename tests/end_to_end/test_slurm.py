@@ -47,8 +47,9 @@ class Submitted(SlurmCluster):
         self.work.mkdir()
         worlds = "".join(f'{world} = "tp1"\n' for world in (1, 2, 3))
         (self.work / "elastic.toml").write_text(f"[degrees]\n{worlds}[model]\n{TINY_MODEL}\n")
-        words = [TINY_JOB, "--steps", 100_000, "--step-s", 0.1, "--metrics", self.metrics]
-        words += ["--enough", self.work / "enough", "--elastic", self.work / "elastic.toml"]
+        words = [TINY_JOB, "--steps", 100_000, "--step-s", 0.3, "--shares"]
+        words += ["--metrics", self.metrics, "--enough", self.work / "enough"]
+        words += ["--elastic", self.work / "elastic.toml"]
         settings = {
             "DURABLE": self.work / "durable", "TOKEN": self.work / "token", "WORKERS": 1,
             "MOST_NODES": 3, "MOST_HOSTS": 3, "DRAIN_S": drain_s, "FLAGS": f"--settle-s 1 {flags}",
