@@ -29,18 +29,20 @@ from statistics import fmean, median
 
 from report import Report
 
-from scalai.core.cluster.application import Application, Curve, Epoch, Limits, Placement
+from scalai.core.cluster.application import Application, Asked, Curve, Epoch, Limits, Placement
 from scalai.core.cluster.policies import POLICIES
-from scalai.core.cluster.question import Asked
 from scalai.core.cluster.simulator import Resources, Rules, Sight, Submission, simulate
 from scalai.core.cluster.steady import steady
-from scalai.launch.commands.autoscale_jobs import SAMPLES, measured, pause_of
+from scalai.launch.commands.autoscale_view import measured, pause_of
 from scalai.launch.commands.job_history import History, read_folder
 from scalai.store.atomic import replace_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.autoscaled import Shared, through_all
+from support.autoscaled import CONFIGURATION, Shared, through_all
+
+BATCH = int(str(CONFIGURATION["train_batch_size"]))
+"""Samples of a step of each job."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +113,19 @@ def predict(live: Live, others: Sequence[Live]) -> Predicted:
         sizes = sorted({devices for table in tables for _, devices in table})
         seconds[name] = {n: median([t[1, n] for t in tables if (1, n) in t]) for n in sizes}
         placed: dict[Placement, Curve] = {
-            (n,): tuple((SAMPLES // n + more, s, 0.0) for more in (0, 1))
+            (n,): tuple((BATCH // n + more, s, 0.0) for more in (0, 1))
             for n, s in seconds[name].items()
         }
         most, long = max(sizes), 100.0 * live.steps[name]  # no job ends
         kinds[name] = Application(
-            name, Limits((1, most), (SAMPLES, SAMPLES), (1, SAMPLES)), (long,),
-            {SAMPLES: (Epoch(long, 1.0, 0.0),)}, placed,
+            name, Limits((1, most), (BATCH, BATCH), (1, BATCH)), (long,),
+            {BATCH: (Epoch(long, 1.0, 0.0),)}, placed,
             {(1, where[0]): curve for where, curve in placed.items()},
         )  # fmt: skip
         is_there = live.at_s[name] == 0.0
         cost = [pause_of(o.histories[name]) if is_there else o.start_s[name] for o in others]
         pauses[name] = median(cost)
-        jobs.append(Submission(name, live.at_s[name], name, Asked(most, SAMPLES)))
+        jobs.append(Submission(name, live.at_s[name], name, Asked(most, BATCH)))
     rules = Rules(1, live.devices[0][1], every_s=60, look_s=2, pauses=pauses, most_s=86400.0)
     resources = [Resources(at, 1, count) for at, count in live.devices]
     policy, sight = steady(POLICIES["goodput"]), Sight(is_batch_free=False)

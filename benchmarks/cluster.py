@@ -51,11 +51,11 @@ from cluster_jobs import (
 )
 from report import Report, median_s
 
-from scalai.core.cluster.application import Application, Limits
+from scalai.core.cluster.application import Application
 from scalai.core.cluster.history import PowerRule, QueuedJob, Served, hosts_on, serve
 from scalai.core.cluster.placing import place_most_free, place_packed
 from scalai.core.cluster.policies import POLICIES
-from scalai.core.cluster.question import Asked, ClusterJob, Question, Standing
+from scalai.core.cluster.question import ClusterJob, Question, Standing
 from scalai.core.cluster.simulator import Outcome, Rules, Sight, Submission, simulate
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.planner.columns import Layout
@@ -98,7 +98,6 @@ OTHERS = (
     Entry("qssf", "qssf", Sight("none", is_batch_free=False)),
     Entry("dynamic-program", "dynamic-program", Sight()),
     Entry("devices-alone", "dynamic-program", Sight(is_batch_free=False)),
-    Entry("evolutionary", "evolutionary", Sight()),
     Entry("goodput, true speeds", "goodput", Sight("true"), is_oracle=True),
     Entry("shortest, true speeds", "shortest", Sight("true", True), is_oracle=True),
 )
@@ -278,13 +277,12 @@ def big_question(jobs: int = 1000, devices: int = 10_000) -> Question:
     for number in range(jobs):
         drag = random.uniform(0.005, 0.2)
         rates = sizes / (1 + drag * np.maximum(sizes - 1, 0))
-        standing = Standing((8,), 3600.0, 8 * 3600.0, 1) if number % 2 else Standing()
-        limits = Limits((1, 64), (64, 4096), (1, 64))
+        standing = Standing(8, 3600.0, 8 * 3600.0) if number % 2 else Standing()
         work = float(random.lognormal(9, 2))
         found.append(
             ClusterJob(
-                f"job-{number}", "kind", float(number), Asked(8, 512), limits, standing, rates,
-                remaining=work, done=work, pause_s=30.0,
+                f"job-{number}", "kind", float(number), 8, (1, 64), standing, rates,
+                remaining=work, pause_s=30.0,
             )
         )  # fmt: skip
     return Question(1e4, tuple(found), devices // 8, 8)

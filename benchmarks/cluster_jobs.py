@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from scalai.core.cluster.application import Application, Epoch, Limits, read_application
+from scalai.core.cluster.application import Application, Asked, Epoch, Limits, read_application
 from scalai.core.cluster.history import QueuedJob
-from scalai.core.cluster.question import Asked
 from scalai.core.cluster.simulator import Submission
 
 DATA = Path(__file__).parent / "cluster_data"

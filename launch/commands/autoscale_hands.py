@@ -1,15 +1,35 @@
-"""Hands of ``scalai autoscale``: they give devices to a job, or take them, by what runs it."""
+"""Hands of ``scalai autoscale``: they give devices to a job, or take them, by what runs it; and the
+requests that are under way."""
 
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from scalai.core.errors import PeerError, UsageError
+from scalai.core.errors import AnswerError, PeerError, ScalaiError, UsageError
 from scalai.launch.command_runner import CommandRunner, NoAnswerError, last_line
-from scalai.launch.commands.autoscale_jobs import JobFile, JobWatch, Seen
+from scalai.launch.commands.autoscale_jobs import (
+    JobFile,
+    Jobs,
+    JobWatch,
+    Known,
+    Problems,
+    Seen,
+)
 from scalai.launch.commands.kubernetes_job import scale_job
 from scalai.launch.coordinator.person_calls import Scale
 
 COMMAND_S = 20.0
 """Longest command of Slurm, in seconds."""
+REPEAT_S = 30.0
+"""Seconds between two requests for one change."""
+GIVE_UP_S = 600.0
+"""Longest wait for a change, in seconds."""
+REFUSED_S = 60.0
+"""Rest of a refused size, in seconds."""
+
+log = logging.getLogger("scalai.autoscale")
 
 
 class Hand(Protocol):
@@ -89,7 +109,12 @@ class Slurm(Hosts):
 
     def give(self, watch: JobWatch, devices: int, *, is_dry: bool) -> str:
         name, hosts = watch.file.engine, self._hosts(devices)
-        array, tasks = self._running(name)
+        array, tasks, waiting = self._tasks(name)
+        if hosts > len(tasks) + waiting:
+            raise UsageError(
+                f"array {array} of {name} has {len(tasks)} tasks that run and {waiting} that wait, "
+                f"of {hosts}. Submit one with more tasks; it goes on from there."
+            )
         leaving = [f"{array}_{task}" for task in sorted(tasks)[hosts:]]
         text = f"array {array} of {name}: {len(tasks)} tasks run; throttle {hosts}"
         text += f"; {', '.join(leaving)} drain" if leaving else ""
@@ -99,8 +124,9 @@ class Slurm(Hosts):
                 self._run("scancel", "--signal=USR1", task, may_fail=True)
         return text
 
-    def _running(self, name: str) -> tuple[str, list[int]]:
-        """The array of this name whose turn it is, and its running tasks."""
+    def _tasks(self, name: str) -> tuple[str, list[int], int]:
+        """The array of this name whose turn it is, its running tasks, and the number of those that
+        wait."""
         query = ("--noheader", "--array", f"--name={name}", "--states=PENDING,RUNNING")
         output = self._run("squeue", *query, "--format=%F %K %T")
         rows = [row for line in output.splitlines() if len(row := line.split()) == 3]
@@ -111,7 +137,9 @@ class Slurm(Hosts):
                 f"{len(arrays)} arrays of the name {name!r} run or wait; expected one that runs "
                 f"(squeue --name={name}). Give each job a name of its own."
             )
-        return min(arrays, key=int), [task for _, task in running]
+        array = min(arrays, key=int)
+        waiting = sum(row[0] == array and row[2] == "PENDING" for row in rows)
+        return array, [task for _, task in running], waiting
 
     def _run(self, *command: str, may_fail: bool = False) -> str:
         try:
@@ -129,3 +157,140 @@ def hand_of(engine: str, per_host: int) -> Hand:
     """The hand for an engine; empty: none."""
     kinds: dict[str, type[Kubernetes] | type[Slurm]] = {"kubernetes": Kubernetes, "slurm": Slurm}
     return kinds[engine](per_host) if engine else Slots()
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """A size that a job was asked to take, and the times of the first and the newest request."""
+
+    devices: int
+    since: float
+    at: float
+
+
+Meter = Callable[[str, Mapping[str, str], float], object]
+"""Takes a metric's name, its labels and its value."""
+
+
+class Requests:
+    """Asks for the devices that were decided, until the jobs have them.
+
+    Args:
+        may_act: Whether this process owns the jobs.
+    """
+
+    def __init__(
+        self,
+        hand: Hand,
+        jobs: Jobs,
+        problems: Problems,
+        may_act: Callable[[], bool],
+        meter: Meter,
+    ) -> None:
+        self._hand, self._jobs, self._problems = hand, jobs, problems
+        self._may_act, self._meter = may_act, meter
+        self._sought: dict[str, Sought] = {}
+        self._refused: dict[tuple[str, int], float] = {}
+        self._told: dict[str, int] = {}
+        """Sizes that an engine has been told."""
+
+    def pending(self, name: str) -> Sought | None:
+        return self._sought.get(name)
+
+    def can_have(self, known: Known, devices: int) -> bool:
+        """Whether a job can have a size, and has not just refused it."""
+        is_refused = (known.file.name, devices) in self._refused
+        return not is_refused and self._hand.can_have(known.file, known.seen, devices)
+
+    def settle(self, jobs: Mapping[str, Known], now: float) -> list[tuple[str, int]]:
+        """Forget requests that were carried out. Returns jobs and sizes that came to nothing."""
+        lost = []
+        for name, sought in list(self._sought.items()):
+            known = jobs.get(name)
+            if known is None or known.state == "ended":
+                del self._sought[name]
+            elif known.state == "silent":
+                continue
+            elif known.seen.devices == sought.devices and known.seen.is_training:
+                del self._sought[name]
+            elif now - sought.since > GIVE_UP_S:
+                del self._sought[name]
+                lost.append((name, sought.devices))
+                self._refuse(name, sought.devices, f"not within {GIVE_UP_S:.0f} s")
+        self._refused = {key: until for key, until in self._refused.items() if until > now}
+        self._told = {name: devices for name, devices in self._told.items() if name in jobs}
+        return lost
+
+    def _refuse(self, name: str, devices: int, why: str) -> None:
+        self._refused[name, devices] = time.time() + REFUSED_S
+        self._meter("changes", {"job": name, "outcome": "refused"}, 1)
+        log.warning("event=not_changed job=%s devices=%d %s", name, devices, why)
+
+    def pursue(
+        self, target: Mapping[str, int], jobs: Mapping[str, Known], most: int, now: float
+    ) -> tuple[bool, list[tuple[str, int]]]:
+        """Ask for what is missing, shrinking jobs first; growth waits until there is room.
+
+        Args:
+            target: Devices by job.
+            most: All devices.
+
+        Returns:
+            Whether nothing is missing or under way; jobs and sizes that were refused.
+        """
+        taken = {name: self._taken(name, known.seen) for name, known in jobs.items()}
+        is_done, refused = True, []
+        for name, devices in sorted(target.items(), key=lambda of: of[1] - taken.get(of[0], 0)):
+            known = jobs.get(name)
+            if known is None or not devices or not self._is_to_ask(known, devices):
+                continue
+            is_done = False
+            others = sum(count for other, count in taken.items() if other != name)
+            if devices > known.seen.devices and others + devices > most:
+                continue
+            try:
+                if self._ask(name, devices, now):
+                    taken[name] = max(known.seen.devices, devices)
+            except ScalaiError as error:
+                self._refuse(name, devices, str(error))
+                refused.append((name, devices))
+        return is_done and not self._sought, refused
+
+    def _taken(self, name: str, seen: Seen) -> int:
+        """Devices that a job has, or may take at any moment."""
+        sought = self._sought.get(name)
+        return max(seen.devices, 0 if sought is None else sought.devices)
+
+    def _is_to_ask(self, known: Known, devices: int) -> bool:
+        name, seen = known.file.name, known.seen
+        if known.state != "runs" and not (self._hand.is_engine and known.state == "waits"):
+            return False
+        sought = self._sought.get(name)
+        if sought is not None and sought.devices == devices:
+            return time.time() - sought.at > REPEAT_S and seen.is_training
+        is_known = not self._hand.is_engine or self._told.get(name) == devices
+        return seen.devices != devices or not is_known
+
+    def _ask(self, name: str, devices: int, now: float) -> bool:
+        """Ask once; False: nobody can be asked now. Raises ``ScalaiError``: it is refused."""
+        if not self._may_act():
+            text = "the lease is not renewed: nothing is changed until it is."
+            self._problems.note("lease", text)
+            return False
+        self._problems.note("lease")
+        try:
+            answer = self._hand.give(self._jobs[name], devices, is_dry=False)
+        except PeerError as error:
+            if isinstance(error, AnswerError):
+                raise
+            self._problems.note(f"change of {name}", f"{error} It is tried again.")
+            return False
+        self._problems.note(f"change of {name}")
+        before = self._sought.get(name)
+        since = before.since if before is not None and before.devices == devices else now
+        self._sought[name] = Sought(devices, since, now)
+        self._told[name] = devices
+        if since == now:
+            self._meter("changes", {"job": name, "outcome": "asked"}, 1)
+        log.info("event=scale job=%s devices=%d %s", name, devices, answer)
+        return True

@@ -6,22 +6,16 @@ of a job comes from its coordinator: another autoscaler knows the same after one
 
 import contextlib
 import difflib
-import math
-import statistics
+import logging
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal
 
 from scalai.core.cluster.allotting import sizes_of
-from scalai.core.cluster.application import Limits
-from scalai.core.cluster.question import Asked, ClusterJob, Floats, Standing
-from scalai.core.cluster.speeds import Noise, Speeds, first_rates, fit
 from scalai.core.errors import AnswerError, PeerError, ScalaiError, UsageError
 from scalai.core.exit_codes import RESUMABLE
 from scalai.core.messages.shared import JsonText, Request
@@ -42,13 +36,17 @@ LOOK_S = 2.0
 """Seconds between two questions to a coordinator."""
 SILENT_S = 30.0
 """Age of an answer, in seconds, from which on a job counts as silent."""
-PAUSE_S = 10.0
-"""Standstill of a change until one is measured, in seconds."""
-SAMPLES = 720_720
-"""Samples of a step of any job: devices share them evenly. Only ratios count."""
-FEW_STEPS = 3
-"""Steps of a stretch that say something about its speed."""
+GRACE_S = 90.0
+"""Longest wait for the first answer of a job that was there before, in seconds: a takeover by
+another host takes 60."""
 MOST_JOB_BYTES = 1 << 16
+CONSTANT = (
+    "a running job keeps its global batch. Its data, schedule and every step's samples are counted "
+    "by it, in Megatron-LM, DeepSpeed and own loops; a growing batch is the script's own statement "
+    "(--rampup-batch-size of Megatron-LM, scalai.BatchRamp)."
+)
+
+log = logging.getLogger("scalai.autoscale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,8 @@ def read_job(path: Path) -> JobFile:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
     for key in given:
+        if key in ("batch", "learning_rate"):
+            raise UsageError(f"{path}: {key!r}: {CONSTANT}")
         if key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)
             more = f" Did you mean {near[0]}?" if near else ""
@@ -315,82 +315,121 @@ def _closed(channel: Channel | None) -> Channel | None:
     return None
 
 
-# ---------------------------------------------------------------------- for the policies
+class Problems:
+    """What goes wrong, said once, and its end."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def note(self, what: str, text: str = "") -> None:
+        """Say a problem of something, or without a text that there is none now."""
+        if text and what not in self._said:
+            log.warning("event=problem what=%r %s", what, text)
+            self._said.add(what)
+        elif not text and what in self._said:
+            log.info("event=problem_over what=%r", what)
+            self._said.remove(what)
 
 
-def pause_of(history: History | None) -> float:
-    """Usual standstill of a change by choice, in seconds."""
-    resizes = () if history is None else history.changes
-    found = [each.paused_s for each in resizes if each.paused_s and not each.is_recovery]
-    return statistics.median(found) if found else PAUSE_S
+State = Literal["runs", "waits", "silent", "ended"]
 
 
-def measured(history: History | None) -> Mapping[tuple[int, int], float]:
-    """Seconds of a step by (hosts, devices), over all stretches with steps enough."""
-    steps, seconds = dict[tuple[int, int], int](), dict[tuple[int, int], float]()
-    for each in () if history is None else history.stretches:
-        size = len(each.resize.workers), each.resize.ranks
-        if each.end is None or each.last is None or each.last - each.first < FEW_STEPS:
-            continue
-        steps[size] = steps.get(size, 0) + each.last - each.first
-        seconds[size] = seconds.get(size, 0.0) + each.end - each.begin
-    return {size: seconds[size] / made for size, made in steps.items() if size[1]}
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A job at a look."""
+
+    file: JobFile
+    seen: Seen
+    state: State
 
 
-def view(
-    file: JobFile,
-    seen: Seen,
-    now: float,
-    per_host: int,
-    *,
-    most: int,
-    is_valid: Callable[[int], bool],
-    pending: tuple[int, float] | None = None,
-) -> ClusterJob:
-    """The job as a policy sees it.
+class Jobs:
+    """The jobs of a folder, and a watch over each.
 
     Args:
-        most: Most devices that it can have.
-        is_valid: Whether it can have a size.
-        pending: A size that was asked for, and the time.
+        folder: The jobs' files.
+        per_host: Devices of a host; None: as many as a job has.
+        asks_sizes: As ``JobWatch``.
+        check: Raises ``UsageError`` for a file that does not do.
     """
-    history = seen.history if seen.workers else None
-    resizes = () if history is None else history.resizes
-    begun = resizes[0].at - sum(resizes[0].seconds.values()) if resizes else file.at
-    stretches = () if history is None else history.stretches
-    service = sum(each.resize.ranks * ((each.end or now) - each.begin) for each in stretches)
-    since = now - resizes[-1].at if resizes else math.inf
-    placement = tuple(seen.workers.values())
-    if pending is not None and placement:
-        placement, since = (pending[0],), now - pending[1]
-    least = min(file.devices[0], most)
-    limits = Limits((least, most), (SAMPLES, SAMPLES), (1, SAMPLES))
-    asked = Asked(min(max(file.asked, least), most), SAMPLES)
-    rates = _rates(history, asked, limits, per_host)
-    for size in range(len(rates)):
-        if size and size != sum(placement) and not is_valid(size):
-            rates[size] = 0.0
-    step = seen.status["step"] if seen.status is not None else 0
-    return ClusterJob(
-        file.name, file.kind, min(file.at, begun), asked, limits,
-        Standing(
-            placement, max(0.0, now - begun) if placement else 0.0, service,
-            len(history.changes) if history is not None else 0, since,
-        ),
-        rates,
-        None if file.steps is None else float(max(0, file.steps - step)), float(step),
-        pause_of(history), file.priority,
-    )  # fmt: skip
 
+    def __init__(
+        self, folder: Path, per_host: int | None, problems: Problems, *, asks_sizes: bool,
+        check: Callable[[JobFile], object] = lambda file: None,
+    ) -> None:  # fmt: skip
+        self._folder, self._per_host, self._asks_sizes = folder, per_host, asks_sizes
+        self._problems, self._check = problems, check
+        self._watches: dict[str, JobWatch] = {}
+        self._began = time.time()
+        self._new: set[str] = set()
+        """Jobs whose file came while this process ran."""
+        self._has_looked = False
 
-def _rates(history: History | None, asked: Asked, limits: Limits, per_host: int) -> Floats:
-    """Steps a second by devices: from the job's own steps, as in the simulator."""
-    rows = {
-        (hosts, devices, math.ceil(SAMPLES / devices)): (seconds, 0.0)
-        for (hosts, devices), seconds in measured(history).items()
-        if seconds > 0
-    }
-    if not rows:
-        return np.array(first_rates(asked, limits))
-    model = fit(rows, asked, limits, per_host)
-    return Speeds(model, Noise(1.0, 0.0, SAMPLES), limits, SAMPLES).rates(per_host)
+    def __getitem__(self, name: str) -> JobWatch:
+        return self._watches[name]
+
+    def look(self) -> Mapping[str, Known]:
+        """Read the files, and what the watches have heard."""
+        try:
+            paths = {path.stem: path for path in sorted(self._folder.glob("*.toml"))}
+            self._problems.note("jobs")
+        except OSError as error:
+            self._problems.note("jobs", f"{self._folder} cannot be read: {error}")
+        else:
+            for name in self._watches.keys() - paths.keys():
+                self._watches.pop(name).close()
+            for name, path in paths.items():
+                self._take(name, path)
+            self._has_looked = True
+        return {name: self._known(watch) for name, watch in self._watches.items()}
+
+    def _take(self, name: str, path: Path) -> None:
+        """Watch a job by its file; one that cannot be read keeps its former content."""
+        watch = self._watches.get(name)
+        try:
+            if watch is not None and path.stat().st_mtime == watch.file.at:
+                return
+            file = read_job(path)
+            self._check(file)
+            self._problems.note(f"file {name}")
+        except (UsageError, OSError) as error:
+            self._problems.note(f"file {name}", f"{error} What was read before counts.")
+            return
+        if watch is not None:
+            watch.close()
+        elif self._has_looked:
+            self._new.add(name)
+        per_host = self._per_host or file.devices[1]
+        self._watches[name] = JobWatch(file, per_host, asks_sizes=self._asks_sizes)
+
+    def _known(self, watch: JobWatch) -> Known:
+        seen, text = watch.seen, ""
+        state: State = "waits"
+        if seen.ending and not seen.is_resumable:
+            state = "ended"
+        elif seen.status is not None and not seen.ending:
+            state = "silent" if seen.problem else "runs" if seen.workers else "waits"
+        if state == "silent":
+            since = time.strftime("%H:%M:%S", time.localtime(seen.since))
+            text = (
+                f"it has not answered since {since} and keeps its {seen.devices} devices: "
+                f"{seen.problem} Remove its file if it has ended."
+            )
+        self._problems.note(f"job {watch.file.name}", text)
+        return Known(watch.file, seen, state)
+
+    @property
+    def waits_for(self) -> list[str]:
+        """Jobs without a first answer that may hold devices."""
+        if time.time() - self._began > GRACE_S:
+            return []
+        seen = {name: watch.seen for name, watch in self._watches.items()}
+        return [
+            name
+            for name, each in seen.items()
+            if each.status is None and not each.ending and not (name in self._new and each.tries)
+        ]
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            watch.close()

@@ -3,6 +3,7 @@ pods of this machine, with the tiny job as the script (``support.pods``)."""
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 
 from support.agents import TINY_JOB, TINY_MODEL
 from support.job_controller import JobState
-from support.manifests import BASE, built
+from support.manifests import AUTOSCALER, BASE, built
 from support.pods import Cluster, obstacle
 from support.tiny_job import check_steps
 
@@ -43,7 +44,7 @@ class Job(Cluster):
 
     def __init__(self, folder: Path, pods: int, **changes: Any) -> None:
         script = [
-            str(TINY_JOB), "--steps", "100000", "--step-s", "0.05",
+            str(TINY_JOB), "--steps", "100000", "--step-s", "0.1", "--shares",
             "--metrics", "/durable/metrics.jsonl", "--enough", "/durable/enough",
             "--held", "/durable/held",
         ]  # fmt: skip
@@ -117,28 +118,37 @@ def test_the_job_is_scaled_from_within_a_pod(tmp_path: Path) -> None:
         assert steps == list(range(1, len(steps) + 1)), "no step is lost"
 
 
-def test_an_autoscaler_in_a_pod_takes_lost_devices_and_owns_the_jobs_by_a_lease(
-    tmp_path: Path,
-) -> None:
+def test_an_autoscaler_in_a_pod_takes_lost_devices_and_gives_new_ones(tmp_path: Path) -> None:
+    """By its manifest's command line; it owns the jobs by a lease."""
     with running(tmp_path, 2) as job:
-        first, jobs = job.pod(0), job.durable / "jobs"
+        first, jobs, made = job.pod(0), job.durable / "jobs", built(AUTOSCALER)
         jobs.mkdir()
         (jobs / "token").write_text(first.environment["SCALAI_JOB_TOKEN"])
-        (jobs / "gpt.toml").write_text(
-            'devices = [1, 2]\ncoordinator = "gpt-0.gpt:29400"\n'
-            'token_file = "/durable/jobs/token"\n'
+        file = made["ConfigMap", "autoscale-jobs"]["data"]["gpt.toml"]
+        (jobs / "gpt.toml").write_text(file.replace("/tokens/gpt", "/durable/jobs/token"))
+        (jobs / "devices").write_text("1x1\n")
+        (container,) = made["Deployment", "autoscale"]["spec"]["template"]["spec"]["containers"]
+        words = [*container["command"], *container["args"], "--every=2"]
+        command = shlex.join(words).replace("/etc/scalai", "/durable/jobs")
+        script = (
+            f"{command} & while [ ! -e /durable/jobs/over ]; do sleep 1; done; kill $!; wait $!"
         )
-        words = ("scalai", "autoscale", "--jobs", "/durable/jobs", "--devices", "1x1",
-                 "--kubernetes", "--lease", "kubernetes:", "--once")  # fmt: skip
-        with ThreadPoolExecutor(1) as aside:  # the pods go meanwhile
-            done = aside.submit(job.execute, first, *words)
-            job.wait_for_world(1)
+        with ThreadPoolExecutor(1) as aside:  # the pods go and come meanwhile
+            done = aside.submit(job.execute, first, "sh", "-c", script, deadline_s=600)
+            try:
+                job.wait_for_world(1, deadline_s=300)
+                assert [pod.index for pod in job.living()] == [0] and job.state.failed == 0
+                (jobs / "devices").write_text("2x1\n")
+                job.wait_for_world(2, deadline_s=300)
+            finally:
+                (jobs / "over").touch()
             job.wait_until(done.done, "it returns")
         assert done.result().returncode == 0, done.result().stderr
-        assert "gpt 2 -> 1" in done.result().stdout
-        assert [pod.index for pod in job.living()] == [0] and job.state.failed == 0
+        said = done.result().stdout
+        assert "gpt 2 -> 1" in said and "gpt 1 -> 2" in said, said
         assert any("autoscale" in name for name in job.api.leases), job.api.leases
-        check_steps(job.lines())
+        steps = check_steps(job.lines())
+        assert steps == list(range(1, len(steps) + 1)), "no step is lost"
 
 
 def test_a_pod_of_a_lost_node_is_replaced(tmp_path: Path) -> None:

@@ -47,8 +47,9 @@ class Submitted(SlurmCluster):
         self.work.mkdir()
         worlds = "".join(f'{world} = "tp1"\n' for world in (1, 2, 3))
         (self.work / "elastic.toml").write_text(f"[degrees]\n{worlds}[model]\n{TINY_MODEL}\n")
-        words = [TINY_JOB, "--steps", 100_000, "--step-s", 0.1, "--metrics", self.metrics]
-        words += ["--enough", self.work / "enough", "--elastic", self.work / "elastic.toml"]
+        words = [TINY_JOB, "--steps", 100_000, "--step-s", 0.3, "--shares"]
+        words += ["--metrics", self.metrics, "--enough", self.work / "enough"]
+        words += ["--elastic", self.work / "elastic.toml"]
         settings = {
             "DURABLE": self.work / "durable", "TOKEN": self.work / "token", "WORKERS": 1,
             "MOST_NODES": 3, "MOST_HOSTS": 3, "DRAIN_S": drain_s, "FLAGS": f"--settle-s 1 {flags}",
@@ -249,28 +250,34 @@ def test_the_next_task_of_an_array_goes_on_where_the_time_of_the_last_one_was_ov
 
 
 @pytest.mark.fault
-def test_an_autoscaler_takes_a_lost_node_from_an_array(tmp_path: Path) -> None:
-    """By the array's throttle: its last task drains, and none takes its place."""
+def test_an_autoscaler_takes_a_lost_node_from_an_array_and_gives_a_new_one(tmp_path: Path) -> None:
+    """By the array's throttle: its last task drains, and none takes its place until then."""
     with submitted(tmp_path) as cluster:
         array = cluster.start(ARRAY, "--array=0-4%3", "--time=30")
         cluster.wait_for_world(3)
-        jobs = tmp_path / "jobs"
+        jobs, devices = tmp_path / "jobs", tmp_path / "devices"
         jobs.mkdir(mode=0o700)
         (jobs / "gpt.toml").write_text(
             f'devices = [1, 3]\nlease = "file:{cluster.work}/durable/gpt.lease"\n'
             f'token_file = "{cluster.work}/token"\n'
         )
-        words = [sys.executable, "-m", "scalai", "autoscale", "--jobs", str(jobs), "--slurm"]
-        said = cluster.run(*words, "--devices", "2x1", "--dry-run", "--once")
+        devices.write_text("2x1\n")
+        words = [sys.executable, "-m", "scalai", "autoscale", "--jobs", str(jobs), "--slurm",
+                 "--devices", str(devices)]  # fmt: skip
+        said = cluster.run(*words, "--dry-run", "--once")
         assert "gpt 3 -> 2" in said, said
         assert cluster.lines()[-1]["world"] == 3
-        cluster.run(*words, "--devices", "2x1", "--once")
-        cluster.wait_for_world(2)
-        cluster.wait_until(lambda: f"{array}_2" not in cluster.queue(), "task 2 has left")
-        assert cluster.queue()[f"{array}_3"] == "PENDING", "it would take the place of task 2"
-        cluster.wait_for_progress({f"{array}_0": "RUNNING", f"{array}_1": "RUNNING"})
+        with cluster.beside(*words, "--every", "2"):
+            cluster.wait_for_world(2)
+            cluster.wait_until(lambda: f"{array}_2" not in cluster.queue(), "task 2 has left")
+            assert cluster.queue()[f"{array}_3"] == "PENDING", "it would take the place of task 2"
+            cluster.wait_for_progress({f"{array}_0": "RUNNING", f"{array}_1": "RUNNING"})
+            devices.write_text("3x1\n")
+            cluster.wait_for_world(3)
+        cluster.wait_for_progress({f"{array}_3": "RUNNING"})
         cluster.let_end()
-        check_steps(cluster.lines())
+        steps = check_steps(cluster.lines())
+        assert steps == list(range(1, len(steps) + 1)), "no step is lost"
 
 
 def _throttle(cluster: SlurmCluster, array: str, tasks: int) -> None:

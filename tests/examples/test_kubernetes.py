@@ -1,6 +1,7 @@
 """The manifests of examples/kubernetes: valid by the published schemas, in agreement with
 themselves and with what docs/cluster.md promises of a pod's end."""
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -17,13 +18,28 @@ from scalai.core.exit_codes import RESUMABLE
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.region import Box, whole
 from scalai.core.tensors.replicas import memory_of, ring_of
+from scalai.launch.commands.autoscale import OWNER, add_parser
+from scalai.launch.commands.autoscale_jobs import read_job
+from scalai.launch.commands.autoscaler import read_devices
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from support.job_controller import DISRUPTION, JobState, fate_of
-from support.manifests import BASE, FOLDER, GPU, TRAINER, built, bytes_of, flags_of, job_of, read
+from support.manifests import (
+    AUTOSCALER,
+    BASE,
+    FOLDER,
+    GPU,
+    TRAINER,
+    built,
+    bytes_of,
+    flags_of,
+    job_of,
+    read,
+)
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = [BASE, GPU, AUTOSCALER]
 JOB_NAME = "batch.kubernetes.io/job-name"
 """Label that the Job gives its pods."""
 RELEASES = ["1.31", "1.34", "1.37"]
@@ -54,19 +70,19 @@ def container_of(job: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_manifests_are_valid_by_the_published_schemas(release: str) -> None:
-    objects = [*built(BASE).values(), *built(GPU).values()]
+    objects = [each for folder in FOLDERS for each in built(folder).values()]
     node = jobs()["trainer"]  # the Trainer's template is that of a Job
     made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
     for each in (*objects, made | {"spec": node["spec"]}):
         kubernetes_validate.validate(each, release, strict=True)
     assert {each["kind"] for each in objects} == {
-        "ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim", "Role", "RoleBinding",
-        "Service", "ServiceAccount",
+        "ConfigMap", "Deployment", "Job", "NetworkPolicy", "PersistentVolumeClaim", "Role",
+        "RoleBinding", "Service", "ServiceAccount",
     }  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
-@pytest.mark.parametrize("folder", [BASE, GPU], ids=lambda folder: str(folder.name))
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.name))
 def test_kustomize_builds_what_the_tests_read(folder: Path) -> None:
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)],
@@ -140,6 +156,46 @@ def test_what_the_manifests_name_is_there(folder: Path) -> None:
     bound = objects["RoleBinding", name]
     assert bound["roleRef"]["name"] == name
     assert bound["subjects"] == [{"kind": "ServiceAccount", "name": spec["serviceAccountName"]}]
+
+
+def test_the_autoscaler_may_do_what_it_does_to_the_jobs_of_its_files_and_no_more(
+    tmp_path: Path,
+) -> None:
+    objects, base = built(AUTOSCALER), built(BASE)
+    pod = objects["Deployment", "autoscale"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    options = parser.parse_args(container["args"])
+    assert (options.engine, options.lease) == ("kubernetes", "kubernetes:")
+    files = objects["ConfigMap", "autoscale-jobs"]["data"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert str(options.jobs) == mounts["jobs"] and options.devices == f"{mounts['jobs']}/devices"
+    per_host = int(flags_of(container_of(job_of(base)))["--nproc-per-node"])
+    (tmp_path / "devices").write_text(files["devices"])
+    assert read_devices(str(tmp_path / "devices")).per_host == per_host
+    (tmp_path / "gpt.toml").write_text(files["gpt.toml"])
+    file = read_job(tmp_path / "gpt.toml")
+    flags = flags_of(container_of(job_of(base)))
+    assert (file.job, file.lease) == (flags["--job"], flags["--coordinator-lease"])
+    assert file.devices == tuple(per_host * int(n) for n in flags["--nnodes"].split(":"))
+    (tokens,) = (v["projected"] for v in pod["spec"]["volumes"] if v["name"] == "tokens")
+    paths = {f"{mounts['tokens']}/{item['path']}": source["secret"]["name"]
+             for source in tokens["sources"] for item in source["secret"]["items"]}  # fmt: skip
+    assert paths == {file.token_file: "gpt-token"}
+    rights = {
+        (rule["resources"][0], *rule.get("resourceNames", [])): rule["verbs"]
+        for rule in objects["Role", "autoscale"]["rules"]
+    }
+    assert rights == {
+        ("jobs", file.engine): ["get", "patch"], ("leases", f"scalai-{file.job}"): ["get"],
+        ("leases", f"scalai-{OWNER}"): ["get", "update"], ("leases",): ["create"],
+    }  # fmt: skip
+    network = objects["NetworkPolicy", "gpt-from-autoscale"]["spec"]
+    assert network["podSelector"] == base["NetworkPolicy", "gpt"]["spec"]["podSelector"]
+    assert network["ingress"] == [
+        {"from": [{"podSelector": {"matchLabels": pod["metadata"]["labels"]}}]}
+    ]
 
 
 @pytest.mark.parametrize("pods", [1, 2, 4, 8])

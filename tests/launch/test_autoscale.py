@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from scalai.core.errors import ScalaiError, UsageError
-from scalai.launch.commands.autoscale import Devices, read_devices
 from scalai.launch.commands.autoscale_hands import Kubernetes, Slurm
-from scalai.launch.commands.autoscale_jobs import JobWatch, Seen, measured, read_job, view
+from scalai.launch.commands.autoscale_jobs import JobWatch, Seen, read_job
+from scalai.launch.commands.autoscale_view import measured, view
+from scalai.launch.commands.autoscaler import Devices, read_devices
 from scalai.launch.commands.job_history import history_of, read_resize
 from scalai.launch.coordinator import api_servers
 from support.command import logged
@@ -41,7 +42,7 @@ def test_a_file_names_what_is_not_usual(tmp_path: Path) -> None:
         ("devices = [1, 4]\nprioritty = 2", "Did you mean priority?"),
         ("devices = [1, 4]\nsteps = 0", "steps = 0"),
         ("devices = [1, 4]\nasked = 8", "asked = 8"),
-        ("devices = [1, 4]\nbatch = [64, 256]", "'batch' is none of"),
+        ("devices = [1, 4]\nbatch = [64, 256]", "keeps its global batch"),
         ('devices = [1, 4]\ncoordinator = "h:1"', "token_file"),
         ('devices = [1, 4]\ncoordinator = "h"\ntoken_file = "t"', "is not HOST:PORT"),
         ('devices = [1, 4]\njob = "../x"', "cannot name a directory"),
@@ -96,7 +97,7 @@ def test_a_jobs_own_steps_and_pauses_say_what_it_would_gain(tmp_path: Path) -> N
         is_valid=lambda size: size != 3,
     )  # fmt: skip
     assert job.devices == 2 and job.remaining == 798 and job.pause_s == 1.0
-    assert job.standing.since_s == pytest.approx(60.0) and job.standing.changes == 1
+    assert job.standing.since_s == pytest.approx(60.0)
     assert job.rates[3] == 0.0 and job.rates[4] > job.rates[2] > job.rates[1] > 0
     assert job.rates[2] == pytest.approx(1 / 0.6, rel=0.05)
 
@@ -161,6 +162,18 @@ def test_a_smaller_array_has_a_lower_throttle_and_its_last_tasks_drain(
         "scontrol update JobId=7 ArrayTaskThrottle=1", "scancel --signal=USR1 7_1",
         "scancel --signal=USR1 7_3",
     ]  # fmt: skip
+
+
+@pytest.mark.fault
+def test_an_array_without_tasks_left_does_not_grow(
+    tmp_path: Path, watch: JobWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = r"7 0 RUNNING\n7 4 PENDING\n8 0 PENDING\n"
+    log = slurm(tmp_path, monkeypatch, rows)
+    assert "1 tasks run; throttle 2" in Slurm(8).give(watch, 16, is_dry=True)
+    with pytest.raises(ScalaiError, match="1 that wait, of 3"):
+        Slurm(8).give(watch, 24, is_dry=False)
+    assert "scontrol" not in log.read_text()
 
 
 @pytest.mark.fault

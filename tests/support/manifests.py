@@ -9,6 +9,7 @@ import yaml
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 BASE, GPU, TRAINER = FOLDER / "base", FOLDER / "overlays" / "gpu", FOLDER / "trainer"
+AUTOSCALER = FOLDER / "autoscaler"
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 """Manifests by kind and name."""

@@ -213,7 +213,9 @@ class Cluster:
         assert pod.code is not None
         return pod.code
 
-    def execute(self, pod: Pod, *command: str) -> "subprocess.CompletedProcess[str]":
+    def execute(
+        self, pod: Pod, *command: str, deadline_s: float = DEADLINE_S
+    ) -> "subprocess.CompletedProcess[str]":
         """As ``kubectl exec POD -- COMMAND``."""
         first = pod.first_process()
         assert first is not None, f"pod {pod.name} has ended"
@@ -221,7 +223,7 @@ class Cluster:
             ["nsenter", "--target", str(first.pid), "--all", "--root", "env", "-i", "-C",
              WORKDIR, *(f"{name}={value}" for name, value in pod.environment.items()),
              *self._as_user(), *command],
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+            capture_output=True, text=True, timeout=deadline_s, check=False,
         )  # fmt: skip
 
     def text(self, pod: Pod | None = None) -> str:

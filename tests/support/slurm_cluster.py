@@ -8,7 +8,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
@@ -171,6 +171,19 @@ class SlurmCluster:
         said = f"{command}: {done.returncode} {done.stdout}{done.stderr}"
         assert not (check and done.returncode), said
         return done.stdout
+
+    @contextlib.contextmanager
+    def beside(self, *command: str) -> Iterator[None]:
+        """A command runs on the controller's host meanwhile, and writes into a log."""
+        with (self.folder / "beside.log").open("wb") as log:
+            process = subprocess.Popen(
+                self._on(CONTROLLER, command), stdout=log, stderr=log, env=self.environment
+            )
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
 
     def submit(self, script: Path, *flags: str, more: Mapping[str, str] | None = None) -> str:
         """Submit a batch script. Returns the job's id."""

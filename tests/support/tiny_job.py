@@ -131,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--shares", action="store_true", help="ranks share this time")
     parser.add_argument("--held", type=Path, default=Path("/nowhere"), help="no model is built")
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--faults", type=Path, default=Path("/nowhere"), help="what goes wrong")
@@ -149,7 +150,8 @@ def main() -> None:
         loader = Samples(job) if options.draws else None
         while job.step < options.steps:
             drawn = loader.draw() if loader else [0] * 3
-            time.sleep(options.step_s)  # what a model would compute
+            # What a model would compute.
+            time.sleep(options.step_s / (job.world_size if options.shares else 1))
             matrix, vector = state.matrix.clone(), state.vector.clone()
             advance(matrix, vector, job.step + 1)
             is_enough = rank == 0 and options.enough.exists()

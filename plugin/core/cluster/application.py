@@ -16,6 +16,14 @@ Placement = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Devices and global batch that a person asked for."""
+
+    devices: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Allowed sizes of a job, stated by a person.
 

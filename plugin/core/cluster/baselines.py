@@ -12,7 +12,7 @@ def in_order(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
     """Give each job its asked devices in turn, all at most, and pass over those that do not fit."""
     given, left = dict[str, int](), devices
     for job in jobs:
-        size = min(job.asked.devices, devices)
+        size = min(job.asked, devices)
         if size <= left:
             given[job.name] = size
             left -= size
@@ -23,7 +23,7 @@ def until_blocked(jobs: Sequence[ClusterJob], devices: int) -> dict[str, int]:
     """Give each job its asked devices in turn, all at most, until one does not fit."""
     given, left = dict[str, int](), devices
     for job in jobs:
-        size = min(job.asked.devices, devices)
+        size = min(job.asked, devices)
         if size > left:
             break
         given[job.name] = size
@@ -52,7 +52,7 @@ def tiresias(question: Question, memory: Memory) -> Answer:
     """
     late = dict(memory)
     for job in question.jobs:
-        service = job.standing.ran_s * job.asked.devices
+        service = job.standing.ran_s * job.asked
         if job.name not in late and service >= TIRESIAS_SERVICE_S:
             late[job.name] = question.now_s
     order = {job.name: place for place, job in enumerate(question.jobs)}

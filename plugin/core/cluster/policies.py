@@ -7,7 +7,6 @@ import numpy as np
 
 from scalai.core.cluster.allotting import allot, sizes_of
 from scalai.core.cluster.baselines import fifo, fixed, optimus, tiresias, until_blocked
-from scalai.core.cluster.evolution import evolve
 from scalai.core.cluster.history import Forecast
 from scalai.core.cluster.question import Answer, ClusterJob, Floats, Memory, Policy, Question
 
@@ -44,8 +43,9 @@ def shortest(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer
         heSRPT (Berg, Vesilo, Harchol-Balter, 2020), shortest remaining time with shares; differs
         in: jobs have speeds of their own, so the worth of a unit of work is estimated.
     """
-    works = [_work(job) for job in question.jobs]
-    return _weighted(question, works, taste)
+    sizes = _sizes(question)
+    worths = _worths(question, [_work(job) for job in question.jobs], sizes, taste)
+    return _answer(question.jobs, allot(worths, sizes, question.devices))
 
 
 def goodput(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
@@ -57,11 +57,6 @@ def goodput(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
         the fair share, exponent -1; differs in: an exact allotment, and weights by past service.
     """
     sizes = _sizes(question)
-    worths = _fair_worths(question, sizes, taste)
-    return _answer(question.jobs, allot(worths, sizes, question.devices))
-
-
-def _fair_worths(question: Question, sizes: Sequence[int], taste: Taste) -> list[Floats]:
     share = -(-question.devices // max(len(question.jobs), 1))
     fair = max((place for place, size in enumerate(sizes, 1) if size <= share), default=1)
     worths = []
@@ -72,7 +67,7 @@ def _fair_worths(question: Question, sizes: Sequence[int], taste: Taste) -> list
         slowdown = np.full(len(speeds), np.inf)
         np.divide(max(usual, 1.0), speeds + 1e-3, out=slowdown, where=speeds >= 0)
         worths.append(-weight * slowdown)
-    return worths
+    return _answer(question.jobs, allot(worths, sizes, question.devices))
 
 
 def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
@@ -86,31 +81,15 @@ def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) ->
     """
     admitted, least = list[ClusterJob](), 0
     for job in question.jobs:
-        if least + job.limits.devices[0] <= question.devices:
+        if least + job.allowed[0] <= question.devices:
             admitted.append(job)
-            least += job.limits.devices[0]
+            least += job.allowed[0]
     sizes = _sizes(question)
     worths = [job.priority * _speedups(job, sizes, question, taste) for job in admitted]
     for worth in worths:
         # To wait is worse than any size, and possible.
         worth[0] = -_NEVER
     return _answer(admitted, allot(worths, sizes, question.devices))
-
-
-def evolutionary(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
-    """As ``goodput``, by evolution from the running genome and the last best one."""
-    jobs, sizes = question.jobs, _sizes(question)
-    if not jobs:
-        return Answer({})
-    worths = np.stack(_fair_worths(question, sizes, taste))
-    start = [
-        [job.devices for job in jobs],
-        [int(memory.get(job.name, 0)) for job in jobs],
-        [0] * len(jobs),
-    ]
-    given = evolve(worths, sizes, question.devices, start, seed=len(jobs))
-    best = {job.name: float(size) for job, size in zip(jobs, given, strict=True)}
-    return Answer(_answer(jobs, given).devices, best)
 
 
 def qssf(question: Question, memory: Memory) -> Answer:
@@ -122,8 +101,8 @@ def qssf(question: Question, memory: Memory) -> Answer:
     forecast = Forecast(question.ended)
 
     def service(job: ClusterJob) -> float:
-        said = forecast.seconds(job.kind, "", job.asked.devices)
-        return (said or 0.0) * job.asked.devices
+        said = forecast.seconds(job.kind, "", job.asked)
+        return (said or 0.0) * job.asked
 
     jobs = sorted(question.jobs, key=lambda job: (not job.devices, service(job), job.submitted_s))
     return Answer(until_blocked(jobs, question.devices))
@@ -137,7 +116,6 @@ POLICIES: Mapping[str, Policy] = {
     "goodput": goodput,
     "shortest": shortest,
     "dynamic-program": dynamic_program,
-    "evolutionary": evolutionary,
     "qssf": qssf,
 }
 """All policies. ``optimus`` and ``shortest`` need jobs with stated lengths."""
@@ -157,16 +135,10 @@ def _alone(job: ClusterJob) -> float:
     return float(job.rates[running[0]]) / int(running[0]) if len(running) else 1.0
 
 
-def _weighted(question: Question, works: Sequence[float], taste: Taste) -> Answer:
-    sizes = _sizes(question)
-    worths = _worths(question, works, sizes, taste)
-    return _answer(question.jobs, allot(worths, sizes, question.devices))
-
-
 def _sizes(question: Question) -> list[int]:
     """Return the sizes to choose from: ``sizes_of``, each job's least one, and the present ones."""
-    most = max((job.limits.devices[1] for job in question.jobs), default=0)
-    own = {job.limits.devices[0] for job in question.jobs} | {job.devices for job in question.jobs}
+    most = max((job.allowed[1] for job in question.jobs), default=0)
+    own = {job.allowed[0] for job in question.jobs} | {job.devices for job in question.jobs}
     usual = sizes_of(min(most, question.devices), question.per_host)
     return sorted(own.union(usual) - {0})
 
@@ -208,7 +180,7 @@ def _speedups(job: ClusterJob, sizes: Sequence[int], question: Question, taste: 
     """Return the speed at each size over one device, less the standstill of a change."""
     speeds = np.full(len(sizes) + 1, -np.inf)
     speeds[0] = 0.0
-    alone, (least, most), present = _alone(job), job.limits.devices, job.devices
+    alone, (least, most), present = _alone(job), job.allowed, job.devices
     if not job.standing.ran_s:
         # Nothing is measured yet: one host at most.
         most = min(most, max(question.per_host, least))

@@ -7,17 +7,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.cluster.application import Limits, Placement
-
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Devices and global batch that a person asked for."""
-
-    devices: int
-    batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +15,27 @@ class Standing:
     """What a job has had so far.
 
     Attributes:
-        placement: Devices on each of its hosts now; empty: it waits.
+        devices: Devices now; 0: it waits.
         ran_s: Seconds since submission with devices, standstill included.
         service_s: Device-seconds, standstill included.
-        changes: Changes of its devices so far, the first start left out.
         since_s: Seconds with the present devices.
     """
 
-    placement: Placement = ()
+    devices: int = 0
     ran_s: float = 0.0
     service_s: float = 0.0
-    changes: int = 0
     since_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A job as a policy sees it.
+    """A job as a policy sees it, in the simulator and live.
 
     Attributes:
         kind: Name that recurs with the same training, for histories.
         submitted_s: On the clock of ``Question.now_s``.
+        asked: Devices that a person asked for.
+        allowed: Least and most devices.
         rates: Predicted progress a second at its best allowed batch, by devices on the fewest
             hosts; index 0 is 0. Sizes that no valid layout has, or that are not allowed, have 0.
         remaining: Progress until its end, in the unit of ``rates``; None: not stated.
@@ -56,18 +46,17 @@ class ClusterJob:
     name: str
     kind: str
     submitted_s: float
-    asked: Asked
-    limits: Limits
+    asked: int
+    allowed: tuple[int, int]
     standing: Standing
     rates: Floats
     remaining: float | None = None
-    done: float = 0.0
     pause_s: float = 0.0
     priority: float = 1.0
 
     @property
     def devices(self) -> int:
-        return sum(self.standing.placement)
+        return self.standing.devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from scalai.core.cluster.application import Application, Limits, Placement
+from scalai.core.cluster.application import Application, Asked, Limits, Placement
 from scalai.core.cluster.placing import Hosts, place_most_free
 from scalai.core.cluster.question import (
     Answer,
-    Asked,
     ClusterJob,
     Ended,
     Floats,
@@ -26,6 +25,7 @@ from scalai.core.cluster.speeds import (
     first_rates,
     fit,
     form_of,
+    usual_size,
 )
 
 Place = Callable[
@@ -119,7 +119,7 @@ class _Running:
     starts: int = 0
     changed_s: float = 0.0
     ended_s: float | None = None
-    rows: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    rows: dict[tuple[int, int, float], tuple[float, float]] = field(default_factory=dict)
     noise: Noise | None = None
     model: StepModel | None = None
     speeds: Speeds | None = None
@@ -266,24 +266,16 @@ class _Cluster:
         )
 
     def _view(self, job: _Running, now: float) -> ClusterJob:
-        asked = job.submission.asked
         rates, remaining = self._known(job)
         return ClusterJob(
             job.submission.name,
             job.submission.kind,
             job.submission.at_s,
-            asked,
-            job.limits,
-            Standing(
-                job.placement,
-                job.ran_s,
-                job.service_s,
-                max(job.starts - 1, 0),
-                now - job.changed_s,
-            ),
+            job.submission.asked.devices,
+            job.limits.devices,
+            Standing(sum(job.placement), job.ran_s, job.service_s, now - job.changed_s),
             rates,
             remaining,
-            job.progress,
             self.rules.pause_of(job.submission.kind),
         )
 
@@ -371,7 +363,9 @@ def _speeds(job: _Running) -> Speeds | None:
     if job.noise is None:
         return None
     if job.model is None:
-        job.model = fit(job.rows, job.submission.asked, job.limits, job.per_host)
+        asked = job.submission.asked
+        usual = form_of(asked.batch, usual_size(asked.devices, job.per_host), job.limits, 0)
+        job.model = fit(job.rows, asked.devices, job.per_host, (usual.local, usual.passes))
     if job.speeds is None:
         job.speeds = Speeds(job.model, job.noise, job.limits, job.fixed)
         job.rates = None
@@ -397,7 +391,7 @@ def _tune(job: _Running) -> None:
 def _learned_rates(job: _Running, per_host: int) -> Floats:
     speeds = _speeds(job)
     if speeds is None:
-        return first_rates(job.submission.asked, job.limits)
+        return first_rates(job.submission.asked.devices, job.limits.devices)
     if job.rates is None:
         job.rates = speeds.rates(per_host)
     return job.rates

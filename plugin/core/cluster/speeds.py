@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.cluster.application import Limits
-from scalai.core.cluster.question import Asked, Floats
+from scalai.core.cluster.question import Floats
 
 Ints = npt.NDArray[np.int64]
-Rows = Mapping[tuple[int, int, int], tuple[float, float]]
-"""Seconds of a step and of its synchronization, by (hosts, devices, local batch)."""
+Rows = Mapping[tuple[int, int, float], tuple[float, float]]
+"""Seconds of a step and of its synchronization, by (hosts, devices, local batch); a job of constant
+batch may count it in global batches."""
 _OVERLAPS = np.array([1.0, 1.5, 2.0, 3.0, 5.0, 10.0])
 """Exponents: 1 sums compute and synchronization, 10 hides the shorter one."""
 _BATCHES = 40
@@ -65,12 +66,21 @@ class StepModel:
         return both
 
 
-def fit(rows: Rows, asked: Asked, limits: Limits, per_host: int) -> StepModel:
+def usual_size(asked: int, per_host: int) -> int:
+    """Return the devices on several hosts at which a job's synchronization is guessed."""
+    return max(asked, 2 * per_host)
+
+
+def fit(rows: Rows, asked: int, per_host: int, usual: tuple[float, int]) -> StepModel:
     """Return the model of a job's measured steps, at least one.
 
     Without a local batch to compare, half of compute grows with it. Without a step on several
     hosts their synchronization is expected by the size that a person asked for: half of the compute
     there, or, where that is one host, all of the compute on the next one.
+
+    Args:
+        asked: Devices that a person asked for.
+        usual: Local batch and passes of a step with ``usual_size`` devices.
     """
     keys = np.array(list(rows), dtype=np.float64)
     hosts, devices, local = keys[:, 0], keys[:, 1], keys[:, 2]
@@ -86,7 +96,7 @@ def fit(rows: Rows, asked: Asked, limits: Limits, per_host: int) -> StepModel:
     if near is None:
         near = far / 2 if far is not None else np.zeros((2, len(_OVERLAPS)))
     if far is None:
-        hoped = _expected(fixed, each, asked, limits, per_host)
+        hoped = _expected(fixed, each, asked, per_host, usual)
         far = np.maximum(np.array(hoped)[:, None], near * 1.1)
     base, growth = (np.where(hosts > 1, far[part][:, None], near[part][:, None]) for part in (0, 1))
     sync = np.where(devices > 1, base + growth * more, 0.0)
@@ -103,13 +113,12 @@ def fit(rows: Rows, asked: Asked, limits: Limits, per_host: int) -> StepModel:
 
 
 def _expected(
-    fixed: float, each: float, asked: Asked, limits: Limits, per_host: int
+    fixed: float, each: float, asked: int, per_host: int, usual: tuple[float, int]
 ) -> tuple[float, float]:
-    devices = max(asked.devices, 2 * per_host)
-    is_near = asked.devices <= per_host
-    form = form_of(asked.batch, devices, limits, 0)
-    compute = form.passes * (fixed + each * form.local)
-    base = compute * (_FAR_BEYOND if is_near else _FAR) / (1 + _GROWTH * (devices - 2))
+    part = _FAR_BEYOND if asked <= per_host else _FAR
+    local, passes = usual
+    compute = passes * (fixed + each * local)
+    base = compute * part / (1 + _GROWTH * (usual_size(asked, per_host) - 2))
     return base, base * _GROWTH
 
 
@@ -255,12 +264,12 @@ def form_of(batch: int, devices: int, limits: Limits, unit: int) -> Pass:
     return Pass(int(local[0, 0]), int(passes[0, 0]))
 
 
-def first_rates(asked: Asked, limits: Limits, most: int | None = None) -> Floats:
+def first_rates(asked: int, allowed: tuple[int, int]) -> Floats:
     """Return rates of a job without a step, relative to one device, from the size asked for."""
-    least, top = limits.devices
-    devices = np.arange(0, min(top, most or top) + 1, dtype=np.float64)
-    if asked.devices > 1:
-        drag = (1 / _ASKED_EFFICIENCY - 1) / (asked.devices - 1)
+    least, most = allowed
+    devices = np.arange(0, most + 1, dtype=np.float64)
+    if asked > 1:
+        drag = (1 / _ASKED_EFFICIENCY - 1) / (asked - 1)
     else:
         drag = 1.0
     rates: Floats = devices / (1 + drag * np.maximum(devices - 1, 0))

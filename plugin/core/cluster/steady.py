@@ -13,7 +13,8 @@ SHARE = 0.05
 STAY_S = 240.0
 """Seconds over which a gain must pay the standstill."""
 ROUNDS = 4
-"""Most questions again, without the growth of jobs that it does not pay: others may take it."""
+"""Most questions: each further one is without the growth that does not pay, so that others may take
+it."""
 
 
 def steady(policy: Policy) -> Policy:
@@ -25,19 +26,17 @@ def steady(policy: Policy) -> Policy:
     """
 
     def answer(question: Question, memory: Memory) -> Answer:
-        found, asked = policy(question, memory), question
         for _ in range(ROUNDS):
-            kept = {
+            found = policy(question, memory)
+            unpaid = {
                 job.name
-                for job in asked.jobs
-                if 0 < job.devices < found.devices.get(job.name, 0)
-                and not _pays(job, found.devices[job.name])
+                for job in question.jobs
+                if 0 < job.devices < _allowed(job, found.devices) and not _pays(job, found.devices)
             }
-            if not kept:
+            if not unpaid:
                 break
-            jobs = tuple(_no_larger(job) if job.name in kept else job for job in asked.jobs)
-            asked = replace(asked, jobs=jobs)
-            found = policy(asked, memory)
+            jobs = tuple(_no_larger(job) if job.name in unpaid else job for job in question.jobs)
+            question = replace(question, jobs=jobs)
         given = _kept(question, found.devices)
         return Answer({name: count for name, count in given.items() if count}, found.memory)
 
@@ -45,70 +44,62 @@ def steady(policy: Policy) -> Policy:
 
 
 def _no_larger(job: ClusterJob) -> ClusterJob:
-    least, _ = job.limits.devices
-    limits = replace(job.limits, devices=(min(least, job.devices), job.devices))
-    return replace(job, limits=limits, rates=job.rates[: job.devices + 1])
+    least, _ = job.allowed
+    allowed = min(least, job.devices), job.devices
+    return replace(job, allowed=allowed, rates=job.rates[: job.devices + 1])
+
+
+def _allowed(job: ClusterJob, wanted: Mapping[str, int]) -> int:
+    """Devices that a policy gives a job; one that serves as asked does not look at its limits."""
+    return min(wanted.get(job.name, 0), job.allowed[1])
 
 
 def _kept(question: Question, wanted: Mapping[str, int]) -> dict[str, int]:
     jobs = {job.name: job for job in question.jobs}
     # In the policy's order: the first are placed first.
     order = sorted(jobs, key=lambda name: list(wanted).index(name) if name in wanted else len(jobs))
-    found = {name: _clamped(jobs[name], wanted.get(name, 0)) for name in order}
+    found = {name: _at_least(jobs[name], _allowed(jobs[name], wanted)) for name in order}
+    running = [job for job in question.jobs if job.devices]
 
     def over() -> int:
         return sum(found.values()) - question.devices
 
-    def running(is_so: str) -> list[ClusterJob]:
-        return [
-            job
-            for name, job in jobs.items()
-            if job.devices
-            and (found[name] > job.devices if is_so == "grows" else found[name] < job.devices)
-        ]
-
-    for job in running("grows"):
-        if not _pays(job, found[job.name]):
-            found[job.name] = job.devices
-    for job in sorted(running("grows"), key=lambda job: job.devices - found[job.name]):
-        if over() > 0:
+    for job in sorted(running, key=lambda job: job.devices - found[job.name]):
+        if over() > 0 and found[job.name] > job.devices:
             found[job.name] = job.devices
     for job in reversed(question.jobs):
         if over() > 0 and not job.devices:
             found[job.name] = 0
     while over() > 0 and (smaller := _smaller(question, found)) is not None:
         found[smaller[0]] = smaller[1]
-    for job in sorted(running("shrinks"), key=lambda job: job.standing.since_s):
-        freed = job.devices - found[job.name]
-        if over() + freed <= 0 and not _is_faster(job, found[job.name]):
+    for job in sorted(running, key=lambda job: job.standing.since_s):
+        shrinks = job.devices - found[job.name]
+        if shrinks > 0 and over() + shrinks <= 0 and not _gains(job, found[job.name]):
             found[job.name] = job.devices
     return found
 
 
-def _clamped(job: ClusterJob, wanted: int) -> int:
-    if not job.devices or wanted >= job.limits.devices[0]:
+def _at_least(job: ClusterJob, wanted: int) -> int:
+    if not job.devices or wanted >= job.allowed[0]:
         return wanted
     return min(_valid_below(job, job.devices), default=job.devices)
 
 
 def _valid_below(job: ClusterJob, devices: int) -> list[int]:
     """Sizes below ``devices`` that the job can have."""
-    valid = np.flatnonzero(job.rates > 0) if len(job.rates) else np.arange(devices)
-    return [int(size) for size in valid if job.limits.devices[0] <= size < devices]
+    return [int(size) for size in np.flatnonzero(job.rates > 0) if job.allowed[0] <= size < devices]
 
 
 def _rate(job: ClusterJob, devices: int) -> float:
     return float(job.rates[devices]) if devices < len(job.rates) else 0.0
 
 
-def _pays(job: ClusterJob, devices: int) -> bool:
-    if job.standing.since_s < job.pause_s / SHARE:
-        return False
-    now = _rate(job, job.devices)
-    return not now or _rate(job, devices) > now * (1 + job.pause_s / STAY_S)
+def _pays(job: ClusterJob, wanted: Mapping[str, int]) -> bool:
+    return job.standing.since_s >= job.pause_s / SHARE and _gains(job, _allowed(job, wanted))
 
 
-def _is_faster(job: ClusterJob, devices: int) -> bool:
+def _gains(job: ClusterJob, devices: int) -> bool:
+    """Whether a job is faster with so many devices, by more than the standstill takes."""
     return _rate(job, devices) > _rate(job, job.devices) * (1 + job.pause_s / STAY_S)
 
 

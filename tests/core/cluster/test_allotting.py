@@ -1,4 +1,4 @@
-"""Devices of many jobs: the exact allotment and the evolutionary one."""
+"""Devices of many jobs: the exact allotment."""
 
 from itertools import product
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from scalai.core.cluster.allotting import allot, sizes_of
-from scalai.core.cluster.evolution import evolve
 
 SIZES = [1, 2, 4]
 
@@ -36,23 +35,6 @@ def test_no_other_allotment_is_worth_more(seed: int) -> None:
         total(worths, list(tried)) for tried in product([0, *SIZES], repeat=4) if sum(tried) <= 7
     )
     assert total(worths, given) == pytest.approx(best)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_evolution_is_valid_and_never_above_the_exact_optimum(seed: int) -> None:
-    worths = worths_of(seed, jobs=5)
-    exact = total(worths, allot(worths, SIZES, 9))
-    given = evolve(np.stack(worths), SIZES, 9, [[0] * 5], seed)
-    assert sum(given) <= 9
-    assert total(worths, given) <= exact + 1e-9
-    assert given == evolve(np.stack(worths), SIZES, 9, [[0] * 5], seed)
-
-
-def test_evolution_from_the_optimum_keeps_it() -> None:
-    worths = worths_of(3, jobs=6)
-    exact = allot(worths, SIZES, 9)
-    found = evolve(np.stack(worths), SIZES, 9, [exact], seed=1)
-    assert total(worths, found) == pytest.approx(total(worths, exact))
 
 
 def test_sizes_are_any_within_a_host_and_whole_hosts_above() -> None:

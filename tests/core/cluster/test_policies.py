@@ -7,11 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from scalai.core.cluster.application import Limits
 from scalai.core.cluster.policies import POLICIES
 from scalai.core.cluster.question import (
     Answer,
-    Asked,
     ClusterJob,
     Ended,
     Memory,
@@ -20,14 +18,12 @@ from scalai.core.cluster.question import (
 )
 from scalai.core.cluster.steady import steady
 
-FAST = {name: policy for name, policy in POLICIES.items() if name != "evolutionary"}
-
 
 def job(number: int, **changes: object) -> ClusterJob:
     sizes = np.arange(0, 17, dtype=np.float64)
     plain = ClusterJob(
-        f"job-{number}", "gpt", float(number), Asked(4, 64), Limits((1, 16), (8, 64), (1, 8)),
-        Standing((), 60.0, 60.0), sizes / (1 + 0.05 * np.maximum(sizes - 1, 0)),
+        f"job-{number}", "gpt", float(number), 4, (1, 16),
+        Standing(0, 60.0, 60.0), sizes / (1 + 0.05 * np.maximum(sizes - 1, 0)),
         remaining=1000.0, pause_s=30.0,
     )  # fmt: skip
     return replace(plain, **changes)  # type: ignore[arg-type]
@@ -42,11 +38,11 @@ def drawn(seed: int) -> Question:
     jobs = []
     for number in range(random.randrange(1, 12)):
         size = random.choice([0, 0, 1, 2, 4])
-        standing = Standing((size,) if size else (), 60.0 * size, 240.0 * size)
-        limits = Limits((random.choice([1, 2]), 16), (8, 64), (1, 8))
+        standing = Standing(size, 60.0 * size, 240.0 * size)
+        allowed = random.choice([1, 2]), 16
         jobs.append(
-            job(number, standing=standing, limits=limits, asked=Asked(random.randrange(1, 9), 64),
-                remaining=random.lognormvariate(7, 2), done=random.random() * 1000)
+            job(number, standing=standing, allowed=allowed, asked=random.randrange(1, 9),
+                remaining=random.lognormvariate(7, 2))
         )  # fmt: skip
     return ask(*jobs)
 
@@ -61,8 +57,8 @@ def test_no_more_devices_are_given_than_there_are_and_each_job_keeps_its_limits(
     known = {one.name: one for one in question.jobs}
     assert sum(answer.devices.values()) <= question.devices
     for one, given in answer.devices.items():
-        limit = known[one].asked.devices if name in ("fifo", "fixed", "tiresias", "qssf") else 1
-        assert limit <= given <= known[one].limits.devices[1]
+        limit = known[one].asked if name in ("fifo", "fixed", "tiresias", "qssf") else 1
+        assert limit <= given <= known[one].allowed[1]
     assert POLICIES[name](question, {}) == answer
 
 
@@ -72,61 +68,60 @@ def test_a_job_alone_runs(name: str) -> None:
     assert POLICIES[name](ask(), {}).devices == {}
 
 
-@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program", "evolutionary"])
+@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program"])
 def test_a_size_stays_where_another_gains_less_than_its_standstill(name: str) -> None:
     rates = np.minimum(np.arange(0, 17, dtype=np.float64), 4.0)
     rates[8:] = 4.2
-    one = job(0, standing=Standing((4,), 600.0, 2400.0), rates=rates)
+    one = job(0, standing=Standing(4, 600.0, 2400.0), rates=rates)
     assert POLICIES[name](ask(one), {}).devices == {"job-0": 4}
 
 
-@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program", "evolutionary"])
+@pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program"])
 def test_only_sizes_with_a_valid_layout_are_given(name: str) -> None:
     rates = np.zeros(17)
     rates[6], rates[12] = 5.0, 9.0
-    odd = job(0, rates=rates, limits=Limits((6, 12), (8, 64), (1, 8)), standing=Standing())
+    odd = job(0, rates=rates, allowed=(6, 12), standing=Standing())
     assert POLICIES[name](ask(odd), {}).devices == {"job-0": 6}
-    running = replace(odd, standing=Standing((4, 2), 900.0, 5400.0))
+    running = replace(odd, standing=Standing(6, 900.0, 5400.0))
     assert POLICIES[name](ask(running), {}).devices == {"job-0": 12}
     assert POLICIES[name](ask(replace(running, rates=np.zeros(17))), {}).devices == {}
 
 
 def test_the_shortest_work_comes_first_where_not_all_fit() -> None:
-    jobs = [job(n, remaining=10.0 ** (5 - n), limits=Limits((4, 4), (8, 64), (1, 8)))
+    jobs = [job(n, remaining=10.0 ** (5 - n), allowed=(4, 4))
             for n in range(5)]  # fmt: skip
     assert "job-0" not in POLICIES["shortest"](ask(*jobs), {}).devices
 
 
 def test_priority_turns_the_order() -> None:
-    limits = Limits((4, 4), (8, 64), (1, 8))
-    jobs = [job(0, limits=limits, priority=50.0), job(1, limits=limits, remaining=500.0)]
+    jobs = [job(0, allowed=(4, 4), priority=50.0), job(1, allowed=(4, 4), remaining=500.0)]
     assert POLICIES["shortest"](ask(*jobs, hosts=1), {}).devices == {"job-0": 4}
 
 
 def test_a_blind_policy_does_not_look_at_lengths() -> None:
     question = drawn(5)
     hidden = replace(question, jobs=tuple(replace(one, remaining=None) for one in question.jobs))
-    for name in ("goodput", "evolutionary", "dynamic-program", "tiresias", "qssf", "fifo"):
+    for name in ("goodput", "dynamic-program", "tiresias", "qssf", "fifo"):
         assert POLICIES[name](hidden, {}) == POLICIES[name](question, {})
 
 
 def test_tiresias_puts_jobs_with_much_service_behind_and_remembers_it() -> None:
-    long = job(0, standing=Standing((4,), 16 * 900.0, 16 * 3600.0))
+    long = job(0, standing=Standing(4, 16 * 900.0, 16 * 3600.0))
     first = POLICIES["tiresias"](ask(long, job(1), hosts=1), {})
     assert first.devices == {"job-1": 4}
     assert set(first.memory) == {"job-0"}
 
 
 def test_fifo_waits_for_the_first_and_fixed_passes_it_by() -> None:
-    running = job(0, standing=Standing((4,), 600.0, 2400.0))
-    question = ask(running, job(1, asked=Asked(8, 64)), job(2), hosts=2)
+    running = job(0, standing=Standing(4, 600.0, 2400.0))
+    question = ask(running, job(1, asked=8), job(2), hosts=2)
     assert POLICIES["fifo"](question, {}).devices == {"job-0": 4}
     assert POLICIES["fixed"](question, {}).devices == {"job-0": 4, "job-2": 4}
 
 
 @pytest.mark.parametrize("name", ["fifo", "fixed", "tiresias", "qssf"])
 def test_a_job_that_asks_for_more_than_all_devices_gets_all_of_them(name: str) -> None:
-    assert POLICIES[name](ask(job(0, asked=Asked(9, 64)), hosts=2), {}).devices == {"job-0": 8}
+    assert POLICIES[name](ask(job(0, asked=9), hosts=2), {}).devices == {"job-0": 8}
 
 
 def test_qssf_serves_the_kind_first_that_was_short_before() -> None:
@@ -151,7 +146,7 @@ def given(wanted: Mapping[str, int], *jobs: ClusterJob, hosts: int = 1) -> Mappi
 
 
 def running(number: int, devices: int, since_s: float = 1e6, **changes: object) -> ClusterJob:
-    standing = Standing((devices,), 1000.0, 1000.0, 1, since_s)
+    standing = Standing(devices, 1000.0, 1000.0, since_s)
     return job(number, standing=standing, pause_s=2.0, **changes)
 
 
@@ -161,8 +156,8 @@ def test_every_policy_leaves_running_jobs_their_least_devices(name: str, seed: i
     question = drawn(seed)
     found = steady(POLICIES[name])(question, {}).devices
     held = [one for one in question.jobs if one.devices]
-    assert all(found[one.name] >= min(one.devices, one.limits.devices[0]) for one in held)
-    if sum(one.limits.devices[0] for one in held) <= question.devices:
+    assert all(found[one.name] >= min(one.devices, one.allowed[0]) for one in held)
+    if sum(one.allowed[0] for one in held) <= question.devices:
         assert sum(found.values()) <= question.devices
 
 

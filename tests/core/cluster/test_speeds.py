@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from scalai.core.cluster.application import Limits
-from scalai.core.cluster.question import Asked
-from scalai.core.cluster.speeds import Noise, Speeds, StepModel, first_rates, fit, form_of
+from scalai.core.cluster.speeds import Noise, Rows, Speeds, StepModel, first_rates, fit, form_of
 
 LIMITS = Limits((1, 16), (32, 1024), (8, 64))
 TRUE = StepModel(0.02, 0.004, (0.03, 0.001), (0.08, 0.002), 1.0)
 
 
-def rows(*keys: tuple[int, int, int]) -> dict[tuple[int, int, int], tuple[float, float]]:
+def rows(*keys: tuple[int, int, float]) -> Rows:
     found = {}
     for hosts, devices, local in keys:
         each = np.array([float(local)])
@@ -22,7 +21,7 @@ def rows(*keys: tuple[int, int, int]) -> dict[tuple[int, int, int], tuple[float,
 
 def test_steps_that_were_measured_are_predicted_and_so_are_those_between() -> None:
     seen = rows((1, 1, 16), (1, 1, 64), (1, 2, 32), (1, 4, 16), (2, 8, 16), (3, 12, 32))
-    model = fit(seen, Asked(8, 512), LIMITS, 4)
+    model = fit(seen, 8, 4, (64, 1))
     for key, (step, _) in rows(*seen, (1, 3, 24), (4, 16, 8)).items():
         hosts, devices, local = key
         said = model.step(np.array([hosts]), np.array([devices]), np.array([float(local)]))
@@ -30,7 +29,7 @@ def test_steps_that_were_measured_are_predicted_and_so_are_those_between() -> No
 
 
 def test_one_step_on_one_device_is_enough_for_a_prediction_of_all_sizes() -> None:
-    model = fit(rows((1, 1, 32)), Asked(8, 512), LIMITS, 4)
+    model = fit(rows((1, 1, 32)), 8, 4, (64, 1))
     rates = Speeds(model, Noise(1.0, 100.0, 32), LIMITS).rates(4)
     assert len(rates) == 17 and rates[0] == 0 and (rates[1:] > 0).all()
 
@@ -60,6 +59,6 @@ def test_a_constant_batch_stays_constant(devices: int) -> None:
 
 def test_sizes_outside_of_the_stated_ones_have_no_rate() -> None:
     limits = Limits((2, 4), (32, 1024), (8, 64))
-    assert first_rates(Asked(4, 64), limits).tolist()[:2] == [0, 0]
+    assert first_rates(4, limits.devices).tolist()[:2] == [0, 0]
     rates = Speeds(TRUE, Noise(1.0, 50.0, 32), limits).rates(4)
     assert len(rates) == 5 and rates[1] == 0 and rates[2] > 0
