@@ -27,7 +27,6 @@ import numpy as np
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
-    REPORT,
     STEP,
     Checkpoint,
     CheckpointFile,
@@ -59,16 +58,15 @@ from scalai.converters.megatron.beside_tensors import (
     find_step,
 )
 from scalai.converters.megatron.common_state import (
-    COMMON_FILE,
     COMMON_OBJECT,
     FORM,
-    MARKER,
     Common,
     find_iteration,
     marker_of,
     read_common,
 )
 from scalai.converters.megatron.dp_reshardable import is_bucket, read_buckets
+from scalai.converters.megatron.iteration_files import read_run
 from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron.torch_dist_writer import LINKS
@@ -84,7 +82,6 @@ from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, Index, flat_range, whole
 from scalai.store.files import map_file
 
-_OWN = (".metadata", "latest_checkpointed_iteration.txt", COMMON_FILE, MARKER, REPORT)
 _CARRIED = {
     "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
     "num_floating_point_operations_so_far", "opt_param_scheduler",
@@ -117,13 +114,6 @@ def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[st
     """Yield a note for each loss."""
     for key in sorted(set(common.content) - _CARRIED):
         yield f"{common.form} holds {key!r}, which is not carried"
-    others = sorted(
-        path.name for path in directory.iterdir()
-        if path.suffix != ".distcp" and path.name not in _OWN
-    )  # fmt: skip
-    if others:
-        by = "Megatron-Bridge's " if "run_config.yaml" in others else ""
-        yield f"not carried: {by}{', '.join(others[:8])}{' ...' * (len(others) > 8)}"
     yield from stray_notes(directory, metadata)
 
 
@@ -354,7 +344,8 @@ class _TorchDistReader:
         if scaler is None:
             scalers = [key for key in sorted(self.objects) if ".grad_scaler/" in key]
             scaler = self._object(scalers[0]) if scalers else None
-        degrees = argument_degrees(arguments or {})
+        run = read_run(self.directory, int(common["iteration"]))
+        degrees = {**run.degrees, **argument_degrees(arguments or {})}
         degrees.setdefault("tp", _inferred_tp(model))
         carried = {"content_metadata", "checkpoint_version", "num_floating_point_operations_so_far"}
         return Values(
@@ -366,8 +357,9 @@ class _TorchDistReader:
             grad_scaler=scaler,
             param_groups=tuple(groups),
             arguments=arguments,
-            counters=counters_of(arguments or {}),
+            counters={**run.counters, **counters_of(arguments or {})},
             extra={
+                **run.extra,
                 FORM: self.kept.form,
                 LINKS: find_links(common),
                 **{key: common[key] for key in sorted(carried & common.keys())},

@@ -48,6 +48,7 @@ from scalai.converters.megatron.common_state import (
     lay_out_common,
     marker_for,
 )
+from scalai.converters.megatron.iteration_files import RUN
 from scalai.converters.megatron.model_limits import padding_note
 from scalai.converters.megatron.modules import (
     expert_of,
@@ -121,6 +122,11 @@ def objects_of(
         none = content_of(lay_out_archive([None]))
         extra = {key: none for key in sorted(_extra_states(tensors, names))}
         return {**extra, **_rng_states(source, degrees, notes)}
+    if not any("_extra_state/" in key for key in objects):
+        notes.append(
+            "there is no _extra_state of the layers (--ckpt-drop-redundant-extra-state): a "
+            "Megatron without this flag needs --dist-ckpt-strictness log_all to load the target"
+        )
     is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
     kept = {}
     for key, data in objects.items():
@@ -149,7 +155,7 @@ def _rng_states(
 ) -> dict[str, bytes]:
     """Return the objects of ``rng_state`` for the arguments' degrees: one for each PP and TP rank,
     and with expert parallelism for each data-parallel rank too."""
-    if source.values.arguments is None:
+    if source.values.arguments is None and RUN not in source.values.extra:
         return {}
     pp, tp, ep = (degrees.get(axis, 1) for axis in ("pp", "tp", "ep"))
     sizes = (pp, tp) if ep == 1 else (pp, tp, degrees.get("dp", 1) * degrees.get("cp", 1))
@@ -204,7 +210,7 @@ def common_of(
         notes.append("Megatron's arguments are those of --args-from")
     if arguments is not None:
         common["args"] = argparse.Namespace(**with_degrees(arguments, degrees))
-    else:
+    elif RUN not in values.extra:
         notes.append("the source has no Megatron arguments: give all model flags when loading")
     common["checkpoint_version"] = values.extra.get("checkpoint_version", 3.0)
     flops = "num_floating_point_operations_so_far"

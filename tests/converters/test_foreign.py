@@ -82,14 +82,6 @@ def test_what_megatron_saved_as_torch_dcp_was_not_interrupted(tmp_path: Path) ->
         open_checkpoint(tmp_path)
 
 
-def test_files_of_others_beside_a_checkpoint_are_named(tmp_path: Path) -> None:
-    directory = write(tmp_path / "source").directory
-    assert open_checkpoint(tmp_path / "source").notes == ()
-    with_files("run_config.yaml", "tokenizer/tokenizer.json", "train_state.pt")(directory)
-    (note,) = open_checkpoint(tmp_path / "source").notes
-    assert note == "not carried: Megatron-Bridge's run_config.yaml, tokenizer, train_state.pt"
-
-
 def test_a_trainers_own_optimizer_is_not_read_and_that_is_said(tmp_path: Path) -> None:
     weights = write(tmp_path / "weights", "safetensors")
     assert weights.notes == ()
