@@ -116,7 +116,7 @@ def read_config(path: Path) -> RunConfig | None:
     block: str | None = None
     last: tuple[str, str] | None = None
     for at, line in enumerate(lines):
-        if not line.startswith(" "):
+        if line.strip() and not line.startswith(" "):
             named = re.fullmatch(r"([A-Za-z_]\w*):\s*", line)
             block, last = named[1] if named else None, None
         elif block and (found := re.fullmatch(r"  ([A-Za-z_]\w*):(?: (.*))?", line)):
@@ -316,9 +316,9 @@ class _Carrying:
         degrees = self._degrees
         values: dict[tuple[str, str], str] = {}
         for axis, name in DEGREE_ARGUMENTS.items():
-            before = config.text("model", name)
             size = degrees.get(axis)
-            if axis != "dp" and size is not None and (before != "null" or size > 1):
+            is_on = config.text("model", name) != "null"
+            if axis != "dp" and size is not None and (is_on or size > 1):
                 is_off = axis == "vpp" and size == 1
                 values["model", name] = "null" if is_off else str(size)
         before, after = (

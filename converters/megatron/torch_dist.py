@@ -69,7 +69,7 @@ from scalai.converters.megatron.dp_reshardable import is_bucket, read_buckets
 from scalai.converters.megatron.iteration_files import read_run
 from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
-from scalai.converters.megatron.torch_dist_writer import LINKS
+from scalai.converters.megatron.torch_dist_writer import LINKS, SCHEDULER
 from scalai.converters.opening import MAX_PIECES
 from scalai.converters.torch_archive import (
     NewTensor,
@@ -77,6 +77,7 @@ from scalai.converters.torch_archive import (
     read_archive,
     with_content,
 )
+from scalai.converters.wrappers import step_above
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, Index, flat_range, whole
@@ -84,7 +85,7 @@ from scalai.store.files import map_file
 
 _CARRIED = {
     "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
-    "num_floating_point_operations_so_far", "opt_param_scheduler",
+    "num_floating_point_operations_so_far", "opt_param_scheduler", SCHEDULER,
 }  # fmt: skip
 
 
@@ -334,26 +335,31 @@ class _TorchDistReader:
 
     def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:
         common = self.common
-        if "iteration" not in common:
+        iteration = common.get("iteration", step_above(self.directory))
+        if iteration is None:
             raise RefusedError(
-                f"{self.directory}: {self.kept.form} has no iteration. Use another checkpoint."
+                f"{self.directory}: {self.kept.form} has no iteration, and no folder above is "
+                "named by one (global_step_10). Use another checkpoint, or name the folder back."
             )
-        check_iteration(self.directory, self.kept.form, common["iteration"])
+        check_iteration(self.directory, self.kept.form, iteration)
         arguments = self._arguments
         scaler = find_scaler(common)
         if scaler is None:
             scalers = [key for key in sorted(self.objects) if ".grad_scaler/" in key]
             scaler = self._object(scalers[0]) if scalers else None
-        run = read_run(self.directory, int(common["iteration"]))
+        run = read_run(self.directory, int(iteration))
         degrees = {**run.degrees, **argument_degrees(arguments or {})}
         degrees.setdefault("tp", _inferred_tp(model))
-        carried = {"content_metadata", "checkpoint_version", "num_floating_point_operations_so_far"}
+        carried = {
+            "content_metadata", "checkpoint_version", "num_floating_point_operations_so_far",
+            SCHEDULER,
+        }  # fmt: skip
         return Values(
-            step=int(common["iteration"]),
+            step=int(iteration),
             degrees=degrees,
             framework="megatron",
             is_split=_is_split(common),
-            scheduler=common.get("opt_param_scheduler"),
+            scheduler=common.get("opt_param_scheduler", common.get(SCHEDULER)),
             grad_scaler=scaler,
             param_groups=tuple(groups),
             arguments=arguments,

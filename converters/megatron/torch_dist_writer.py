@@ -66,6 +66,8 @@ from scalai.core.tensors.region import Box
 from scalai.store.atomic import replace_file
 
 _WEIGHTS = {PARAM, MAIN, STEP}
+SCHEDULER = "lr_scheduler"
+"""The schedule's entry of verl, SkyRL and AReaL, which save by megatron-core alone."""
 LINKS = "links"
 """In ``Values.extra``: how many parameter groups each optimizer of a chain has."""
 
@@ -218,6 +220,12 @@ def common_of(
         common[flops] = values.extra[flops]
     if values.scheduler is not None:
         common["opt_param_scheduler"] = values.scheduler
+    if SCHEDULER in values.extra:
+        common[SCHEDULER] = values.extra[SCHEDULER]
+        notes.append(
+            f"saved by megatron-core alone, as verl, SkyRL and AReaL do: {folder_of(values.step)} "
+            "of the target takes the place of the source's own folder"
+        )
     if is_split is not None:
         is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
         groups = whole_groups(source, reference, notes)
