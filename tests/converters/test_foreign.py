@@ -138,6 +138,27 @@ def test_an_optimizer_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
     assert run("verify", tmp_path / "sgd", write(tmp_path / "b", source=written).directory) == 0
 
 
+def lion() -> Checkpoint:
+    """Return a state of Lion: one moment, betas, and no count of steps."""
+    made = state()
+    placed = made.placed
+    pieces = [placed.piece(row) for row in range(len(placed.collection))]
+    kept = [of for of in pieces if not of.tensor.name.startswith(("exp_avg_sq/", "step/"))]
+    return replace(made, placed=place(kept, placed.files))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_lion_keeps_its_one_moment(tmp_path: Path, is_split: bool) -> None:
+    source = lion()
+    names = {tensor.name for tensor in source.placed.collection.tensors}
+    convert(source, tmp_path / "a", "torch_dist", is_split=is_split)
+    assert run("reshard", tmp_path / "a", tmp_path / "b", "--tp", 2) == 0
+    for path in (tmp_path / "a", tmp_path / "b"):
+        read = open_checkpoint(path)
+        assert {tensor.name for tensor in read.placed.collection.tensors} == names
+        assert run("verify", path) == 0
+
+
 def change(file: Path, edit: Any) -> None:
     """Change what a file of torch's holds."""
     content = torch.load(file, weights_only=False)

@@ -15,7 +15,7 @@ from support.checkpoints import state, write
 from support.command import Capsys, run
 
 STEP = 3
-MODEL = {
+MODEL: dict[str, Any] = {
     "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2,
@@ -29,7 +29,7 @@ MODEL = {
     "params_dtype": {"_call_": False, "_target_": "torch.bfloat16"},
     "note": "of two\nlines: tensor_model_parallel_size: 9",
 }
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "_target_": "megatron.bridge.training.config.ConfigContainer",
     "checkpoint": {"ckpt_format": "torch_dist", "save_optim": True, "save_rng": True},
     "dist": {"distributed_backend": "gloo"},
@@ -46,6 +46,8 @@ def train_state(step: int = STEP) -> dict[str, torch.Tensor]:
         "consumed_valid_samples": torch.tensor(2),
         "floating_point_operations_so_far": torch.tensor(1.5),
         "do_train": torch.tensor(True),
+        "do_valid": torch.tensor(False),
+        "do_test": torch.tensor(False),
     }
 
 
@@ -159,7 +161,7 @@ def test_folders_beside_the_tensors_go_along(tmp_path: Path, capsys: Capsys) -> 
     (there / "tokenizer" / "tokenizer.json").write_text("[]")
     assert run("verify", tmp_path / "b") == 4
     carried(tmp_path / "a", tmp_path / "c", "--to", "scalai")
-    assert "left out: tokenizer, beside the tensors" in capsys.readouterr().out
+    assert "left out tokenizer, beside the tensors" in capsys.readouterr().out
 
 
 def linked(directory: Path) -> None:
@@ -191,7 +193,7 @@ def test_folders_that_are_not_copied_are_named(
     change(directory)
     there = carried(tmp_path / "a", tmp_path / "b")
     out = capsys.readouterr().out
-    assert "left out: tokenizer" in out and words in out
+    assert "left out tokenizer" in out and words in out
     assert not (there / "tokenizer").exists()
 
 
@@ -219,5 +221,5 @@ def test_places_in_the_data_belong_to_their_number_of_ranks(
     assert torch.load(tmp_path / "b" / folder / at_rank) == {"at": 1}
     assert "dprank" not in capsys.readouterr().out
     assert run("reshard", tmp_path / "a", tmp_path / "c", "--dp", "4") == 0
-    assert f"left out: {folder}/train_dataloader_dprank*.pt of 2" in capsys.readouterr().out
+    assert f"left out {folder}/train_dataloader_dprank*.pt of 2" in capsys.readouterr().out
     assert not (tmp_path / "c" / folder / at_rank).exists()
