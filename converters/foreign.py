@@ -91,6 +91,11 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         "it. Resume from it in Megatron and save a global one",
     ),
     (
+        lambda path: any(path.glob("model_world_size_*_rank_*.pt")),
+        "It is of verl's or SkyRL's FSDP, whose ranks pickle their shards. Merge it (python -m "
+        "verl.model_merger merge --backend fsdp); its optimizer is lost",
+    ),
+    (
         lambda path: (path / "adapter_config.json").is_file(),
         "It is an adapter of PEFT, not a model. Merge it into its model (merge_and_unload) and "
         "save that",

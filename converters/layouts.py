@@ -1,5 +1,6 @@
 """All known layouts, and the detection of a path's layout."""
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
 from scalai.converters.safetensors_index import INDEX, SINGLE, SafetensorsLayout
+from scalai.converters.wrappers import find_wrapped
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 from scalai.core.tensors.collection import split_name
 
@@ -66,10 +68,45 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist. Name a checkpoint's directory.")
-    layout = find_layout(path)
-    if layout is not None:
-        return _read(layout, path, options or ReadOptions())
-    raise RefusedError(unknown_text(path))
+    layout, note = find_layout(path), ""
+    if layout is None:
+        inside = _wrapped(path)
+        if inside is None:
+            raise RefusedError(unknown_text(path))
+        note = f"found in {path}: {inside.relative_to(path)}"
+        path, layout = inside, find_layout(inside)
+        assert layout is not None
+    checkpoint = _read(layout, path, options or ReadOptions())
+    return replace(checkpoint, notes=(note, *checkpoint.notes)) if note else checkpoint
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint, or a trainer's directory around one.
+
+    Raises:
+        RefusedError: It is around several.
+    """
+    return find_layout(path) is not None or _wrapped(path) is not None
+
+
+def _wrapped(path: Path) -> Path | None:
+    """Return the one checkpoint below a directory that is none; None: there is none, or the
+    directory is known for something else.
+
+    Raises:
+        RefusedError: There are several.
+    """
+    if not path.is_dir() or foreign_text(path) or _lost_tag(path) or _no_index(path):
+        return None
+    found = find_wrapped(path, lambda of: getattr(find_layout(of), "name", None))
+    if len(found) > 1:
+        named = [f"{of.relative_to(path)} ({name})" for of, name in found.items()]
+        more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+        raise RefusedError(
+            f"{path} holds {len(found)} checkpoints: {', '.join(named[:8])}{more}. Name one of "
+            "them."
+        )
+    return next(iter(found), None)
 
 
 def unknown_text(path: Path) -> str:
@@ -91,10 +128,10 @@ def unknown_text(path: Path) -> str:
 
 def _lost_tag(path: Path) -> str | None:
     """Name the missing files of a folder of DeepSpeed's tags; None: it is none."""
-    folders = (entry.name for entry in path.glob("global_step*") if entry.is_dir())
+    folders = (entry.name for entry in path.glob("global_step[0-9]*") if entry.is_dir())
     tags = sorted(name for name in folders if not name.endswith(SUFFIX))
     named = read_pointer(path / LATEST) if path.is_dir() else None
-    if not tags and not (named or path.name.startswith("global_step")):
+    if not tags and not (named or re.match(r"global_step\d", path.name)):
         return None
     if named is None and tags:
         return f"there is no {LATEST} beside {', '.join(tags[:5])}. Name one of these folders."

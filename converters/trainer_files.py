@@ -28,6 +28,7 @@ from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, Chec
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.tag_files import LATEST, carried, read_dictionary
 from scalai.converters.layouts import layout_named
+from scalai.converters.megatron.iteration_files import with_iteration_files
 from scalai.converters.opening import file_inside
 from scalai.converters.torch_archive import lay_out_archive
 from scalai.core.errors import RefusedError
@@ -166,6 +167,8 @@ _OF_MODEL = re.compile(r"(?!trainer_state|zero_to_).*\.(?:json|txt|model|jinja|t
 """Files of a model and its tokenizer: all that ``from_pretrained`` reads, except weights."""
 _INDEX = ".index.json"
 _SCHEDULE = re.compile(r"scheduler(?:_\d+)?\.bin")
+_ITERATIONS = ("torch_dist", "torch", "fsdp_dtensor")
+"""Layouts of Megatron's iterations."""
 _PLACES = re.compile(r"dl_state_dict(?:_\d+)?\.bin")
 
 
@@ -182,6 +185,8 @@ def accompanied(
     Raises:
         RefusedError: RNG states do not match the source's ranks; or as ``find_companions``.
     """
+    if source.layout in _ITERATIONS:
+        return with_iteration_files(source, target, degrees)
     companions = find_companions(source)
     if companions is None or source.changed:
         return target

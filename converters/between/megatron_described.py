@@ -39,7 +39,8 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
         heads: Number of attention heads; None: leave out heads and query groups.
 
     Raises:
-        RefusedError: There is no embedding, or the heads do not fit the shapes.
+        RefusedError: There is no embedding, the heads do not fit the shapes, or only the attention
+            has biases.
     """
     if EMBEDDING not in tensors:
         raise RefusedError(
@@ -47,6 +48,7 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
             ": names need a --mapping."
         )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    _check_biases(shapes)
     rows, hidden = shapes[EMBEDDING]
     layers = {layer for name in shapes if (layer := layer_of(name)) is not None}
     experts = {expert for name in shapes if (expert := expert_of(name)) is not None}
@@ -76,6 +78,19 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
     if heads is not None:
         found |= {"num_attention_heads": heads, **_groups(shapes, hidden, heads)}
     return found
+
+
+def _check_biases(shapes: Mapping[str, Shape]) -> None:
+    """Raise ``RefusedError`` for biases of attentions' outputs alone: Megatron has one flag for
+    them and those of MLPs."""
+    biased = next((name for name in shapes if name.endswith("linear_proj.bias")), None)
+    ends = (name.removesuffix("weight") for name in shapes if name.endswith("linear_fc2.weight"))
+    bare = next((f"{end}weight" for end in ends if f"{end}bias" not in shapes), None)
+    if biased and bare:
+        raise RefusedError(
+            f"there is {biased}, and no bias beside {bare} (attention_bias without mlp_bias): "
+            "Megatron's --add-bias-linear is for both. It cannot be converted for Megatron."
+        )
 
 
 def _expert_arguments(shapes: Mapping[str, Shape], layers: Sequence[int]) -> dict[str, Any]:

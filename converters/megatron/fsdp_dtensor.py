@@ -64,6 +64,7 @@ from scalai.converters.megatron.beside_tensors import (
     folder_of,
     with_degrees,
 )
+from scalai.converters.megatron.iteration_files import RUN, read_run
 from scalai.converters.megatron.model_limits import check_model, padding_note
 from scalai.converters.megatron.modules import Naming, gated
 from scalai.converters.megatron.rng_states import rng_states_of
@@ -360,7 +361,8 @@ class _Reader:
         check_iteration(self.directory, METADATA, iteration)
         given = known("args")
         arguments = None if given is None else vars(given)
-        degrees = argument_degrees(arguments or {})
+        run = read_run(self.directory, iteration)
+        degrees = {**run.degrees, **argument_degrees(arguments or {})}
         if degrees.get("pp", 1) > 1:
             raise RefusedError(
                 f"{self.directory} is of pp={degrees['pp']}, whose stages' layers have the same "
@@ -378,8 +380,9 @@ class _Reader:
             framework="megatron",
             scheduler=self._below("opt_param_scheduler") or None,
             arguments=arguments,
-            counters=counters_of(arguments or {}),
+            counters={**run.counters, **counters_of(arguments or {})},
             extra={
+                **run.extra,
                 **{key: value for key, value in extra.items() if value is not None},
                 "is_local": self._naming.is_local, "is_grouped": self._naming.is_grouped,
                 "rng_state": streams,
@@ -486,9 +489,10 @@ class _Writer:
         if values.arguments is not None:
             return values.arguments
         if reference is None or reference.arguments is None:
-            self._notes.append(
-                "the source has no Megatron arguments: give all model flags when loading"
-            )
+            if RUN not in values.extra:
+                self._notes.append(
+                    "the source has no Megatron arguments: give all model flags when loading"
+                )
             return None
         self._notes.append("Megatron's arguments are those of --args-from")
         return {**reference.arguments, **values.counters, "iteration": values.step}
@@ -567,6 +571,7 @@ class _Writer:
             known = with_degrees(self._arguments, degrees)
             known |= {"ckpt_format": "fsdp_dtensor"} if "ckpt_format" in known else {}
             self._add(("args",), argparse.Namespace(**known))
+        if self._arguments is not None or RUN in values.extra:
             for tp_rank in range(degrees.get("tp", 1)):
                 streams = rng_states_of(self._source, degrees, (tp_rank, 0, 0), self._notes)
                 self._add(("rng_state", f"(0, {tp_rank})"), list(streams))

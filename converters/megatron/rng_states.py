@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.megatron.iteration_files import RUN
 from scalai.converters.torch_archive import NewTensor
 
 CUDA_BYTES = 16
@@ -88,7 +89,7 @@ def rng_states_of(
         notes: Gets a line if new RNG states begin.
     """
     kept: Mapping[Any, Sequence[Mapping[str, Any]]] = source.values.extra.get("rng_state", {})
-    arguments = source.values.arguments or {}
+    arguments = source.values.arguments or source.values.extra.get(RUN, {})
     count = degrees.get("dp", 1) if arguments.get("data_parallel_random_init") else 1
     old = source.values.degrees
     is_same = all(old.get(axis, 1) == degrees.get(axis, 1) for axis in ("tp", "pp", "ep"))

@@ -27,7 +27,6 @@ import numpy as np
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
-    REPORT,
     STEP,
     Checkpoint,
     CheckpointFile,
@@ -59,19 +58,18 @@ from scalai.converters.megatron.beside_tensors import (
     find_step,
 )
 from scalai.converters.megatron.common_state import (
-    COMMON_FILE,
     COMMON_OBJECT,
     FORM,
-    MARKER,
     Common,
     find_iteration,
     marker_of,
     read_common,
 )
 from scalai.converters.megatron.dp_reshardable import is_bucket, read_buckets
+from scalai.converters.megatron.iteration_files import read_run
 from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
-from scalai.converters.megatron.torch_dist_writer import LINKS
+from scalai.converters.megatron.torch_dist_writer import LINKS, SCHEDULER
 from scalai.converters.opening import MAX_PIECES
 from scalai.converters.torch_archive import (
     NewTensor,
@@ -79,15 +77,15 @@ from scalai.converters.torch_archive import (
     read_archive,
     with_content,
 )
+from scalai.converters.wrappers import step_above
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, Index, flat_range, whole
 from scalai.store.files import map_file
 
-_OWN = (".metadata", "latest_checkpointed_iteration.txt", COMMON_FILE, MARKER, REPORT)
 _CARRIED = {
     "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
-    "num_floating_point_operations_so_far", "opt_param_scheduler",
+    "num_floating_point_operations_so_far", "opt_param_scheduler", SCHEDULER,
 }  # fmt: skip
 
 
@@ -117,13 +115,6 @@ def notes_of(directory: Path, common: Common, metadata: Metadata) -> Iterator[st
     """Yield a note for each loss."""
     for key in sorted(set(common.content) - _CARRIED):
         yield f"{common.form} holds {key!r}, which is not carried"
-    others = sorted(
-        path.name for path in directory.iterdir()
-        if path.suffix != ".distcp" and path.name not in _OWN
-    )  # fmt: skip
-    if others:
-        by = "Megatron-Bridge's " if "run_config.yaml" in others else ""
-        yield f"not carried: {by}{', '.join(others[:8])}{' ...' * (len(others) > 8)}"
     yield from stray_notes(directory, metadata)
 
 
@@ -344,30 +335,37 @@ class _TorchDistReader:
 
     def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:
         common = self.common
-        if "iteration" not in common:
+        iteration = common.get("iteration", step_above(self.directory))
+        if iteration is None:
             raise RefusedError(
-                f"{self.directory}: {self.kept.form} has no iteration. Use another checkpoint."
+                f"{self.directory}: {self.kept.form} has no iteration, and no folder above is "
+                "named by one (global_step_10). Use another checkpoint, or name the folder back."
             )
-        check_iteration(self.directory, self.kept.form, common["iteration"])
+        check_iteration(self.directory, self.kept.form, iteration)
         arguments = self._arguments
         scaler = find_scaler(common)
         if scaler is None:
             scalers = [key for key in sorted(self.objects) if ".grad_scaler/" in key]
             scaler = self._object(scalers[0]) if scalers else None
-        degrees = argument_degrees(arguments or {})
+        run = read_run(self.directory, int(iteration))
+        degrees = {**run.degrees, **argument_degrees(arguments or {})}
         degrees.setdefault("tp", _inferred_tp(model))
-        carried = {"content_metadata", "checkpoint_version", "num_floating_point_operations_so_far"}
+        carried = {
+            "content_metadata", "checkpoint_version", "num_floating_point_operations_so_far",
+            SCHEDULER,
+        }  # fmt: skip
         return Values(
-            step=int(common["iteration"]),
+            step=int(iteration),
             degrees=degrees,
             framework="megatron",
             is_split=_is_split(common),
-            scheduler=common.get("opt_param_scheduler"),
+            scheduler=common.get("opt_param_scheduler", common.get(SCHEDULER)),
             grad_scaler=scaler,
             param_groups=tuple(groups),
             arguments=arguments,
-            counters=counters_of(arguments or {}),
+            counters={**run.counters, **counters_of(arguments or {})},
             extra={
+                **run.extra,
                 FORM: self.kept.form,
                 LINKS: find_links(common),
                 **{key: common[key] for key in sorted(carried & common.keys())},

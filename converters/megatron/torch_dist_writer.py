@@ -48,6 +48,7 @@ from scalai.converters.megatron.common_state import (
     lay_out_common,
     marker_for,
 )
+from scalai.converters.megatron.iteration_files import RUN
 from scalai.converters.megatron.model_limits import padding_note
 from scalai.converters.megatron.modules import (
     expert_of,
@@ -65,6 +66,8 @@ from scalai.core.tensors.region import Box
 from scalai.store.atomic import replace_file
 
 _WEIGHTS = {PARAM, MAIN, STEP}
+SCHEDULER = "lr_scheduler"
+"""The schedule's entry of verl, SkyRL and AReaL, which save by megatron-core alone."""
 LINKS = "links"
 """In ``Values.extra``: how many parameter groups each optimizer of a chain has."""
 
@@ -121,6 +124,11 @@ def objects_of(
         none = content_of(lay_out_archive([None]))
         extra = {key: none for key in sorted(_extra_states(tensors, names))}
         return {**extra, **_rng_states(source, degrees, notes)}
+    if not any("_extra_state/" in key for key in objects):
+        notes.append(
+            "there is no _extra_state of the layers (--ckpt-drop-redundant-extra-state): a "
+            "Megatron without this flag needs --dist-ckpt-strictness log_all to load the target"
+        )
     is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
     kept = {}
     for key, data in objects.items():
@@ -149,7 +157,7 @@ def _rng_states(
 ) -> dict[str, bytes]:
     """Return the objects of ``rng_state`` for the arguments' degrees: one for each PP and TP rank,
     and with expert parallelism for each data-parallel rank too."""
-    if source.values.arguments is None:
+    if source.values.arguments is None and RUN not in source.values.extra:
         return {}
     pp, tp, ep = (degrees.get(axis, 1) for axis in ("pp", "tp", "ep"))
     sizes = (pp, tp) if ep == 1 else (pp, tp, degrees.get("dp", 1) * degrees.get("cp", 1))
@@ -204,7 +212,7 @@ def common_of(
         notes.append("Megatron's arguments are those of --args-from")
     if arguments is not None:
         common["args"] = argparse.Namespace(**with_degrees(arguments, degrees))
-    else:
+    elif RUN not in values.extra:
         notes.append("the source has no Megatron arguments: give all model flags when loading")
     common["checkpoint_version"] = values.extra.get("checkpoint_version", 3.0)
     flops = "num_floating_point_operations_so_far"
@@ -212,6 +220,12 @@ def common_of(
         common[flops] = values.extra[flops]
     if values.scheduler is not None:
         common["opt_param_scheduler"] = values.scheduler
+    if SCHEDULER in values.extra:
+        common[SCHEDULER] = values.extra[SCHEDULER]
+        notes.append(
+            f"saved by megatron-core alone, as verl, SkyRL and AReaL do: {folder_of(values.step)} "
+            "of the target takes the place of the source's own folder"
+        )
     if is_split is not None:
         is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
         groups = whole_groups(source, reference, notes)

@@ -12,7 +12,7 @@ from scalai.converters.between.mapping import find_mapping
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.consistency import verify
 from scalai.converters.describe import describe, read_tensor
-from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
+from scalai.converters.layouts import has_checkpoint, open_checkpoint, unknown_text
 from scalai.converters.recorded import check_recorded, check_stated
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
@@ -51,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
-    if args.path.exists() and find_layout(args.path) is None:
+    if args.path.exists() and not has_checkpoint(args.path):
         raise RefusedError(f"{_no_generation(args.path)} {unknown_text(args.path)}")
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
     options = ReadOptions(iteration=args.generation, cuts=cuts, is_part=True)

@@ -19,7 +19,6 @@ from scalai.converters.torch_archive import read_archive_bytes
 from support.checkpoints import open_in_order, write
 from support.command import Capsys, logged
 from support.rejects import MAKERS
-from support.store_states import full_disk
 from support.training.fsdp_worker import FsdpJob
 from support.training.worker_pool import WorkerPool
 
@@ -149,20 +148,3 @@ def test_a_tree_may_mix_nested_and_flattened_parts(tmp_path: Path, is_flat: bool
     write(tmp_path / "new", "dcp", mixed, dp=2)
     old, new = (read_metadata(tmp_path / name) for name in ("mixed", "new"))
     assert old.paths == new.paths
-
-
-@pytest.mark.fault
-def test_a_disk_that_is_full_at_the_end_leaves_no_checkpoint(
-    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "source")
-    command = "reshard", tmp_path / "source", tmp_path / "new", "--to", "dcp", "--dp", 2
-    with monkeypatch.context() as patched:
-        patched.setattr("scalai.converters.dcp_layout.replace_file", full_disk)
-        code, text = logged(capsys, *command)
-    assert code == 3 and "No space left" in text
-    assert not (tmp_path / "new").exists()
-    code, text = logged(capsys, *command)
-    assert code == 0 and not (tmp_path / ".new.partial").exists(), text
-    source, new = (open_checkpoint(tmp_path / name) for name in ("source", "new"))
-    assert list(compare(source, new, 0)) == []

@@ -82,14 +82,6 @@ def test_what_megatron_saved_as_torch_dcp_was_not_interrupted(tmp_path: Path) ->
         open_checkpoint(tmp_path)
 
 
-def test_files_of_others_beside_a_checkpoint_are_named(tmp_path: Path) -> None:
-    directory = write(tmp_path / "source").directory
-    assert open_checkpoint(tmp_path / "source").notes == ()
-    with_files("run_config.yaml", "tokenizer/tokenizer.json", "train_state.pt")(directory)
-    (note,) = open_checkpoint(tmp_path / "source").notes
-    assert note == "not carried: Megatron-Bridge's run_config.yaml, tokenizer, train_state.pt"
-
-
 def test_a_trainers_own_optimizer_is_not_read_and_that_is_said(tmp_path: Path) -> None:
     weights = write(tmp_path / "weights", "safetensors")
     assert weights.notes == ()
@@ -144,6 +136,27 @@ def test_an_optimizer_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
     kinds = {tensor.name.partition("/")[0] for tensor in written.placed.collection.tensors}
     assert kinds == {"param", "momentum_buffer"}
     assert run("verify", tmp_path / "sgd", write(tmp_path / "b", source=written).directory) == 0
+
+
+def lion() -> Checkpoint:
+    """Return a state of Lion: one moment, betas, and no count of steps."""
+    made = state()
+    placed = made.placed
+    pieces = [placed.piece(row) for row in range(len(placed.collection))]
+    kept = [of for of in pieces if not of.tensor.name.startswith(("exp_avg_sq/", "step/"))]
+    return replace(made, placed=place(kept, placed.files))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_lion_keeps_its_one_moment(tmp_path: Path, is_split: bool) -> None:
+    source = lion()
+    names = {tensor.name for tensor in source.placed.collection.tensors}
+    convert(source, tmp_path / "a", "torch_dist", is_split=is_split)
+    assert run("reshard", tmp_path / "a", tmp_path / "b", "--tp", 2) == 0
+    for path in (tmp_path / "a", tmp_path / "b"):
+        read = open_checkpoint(path)
+        assert {tensor.name for tensor in read.placed.collection.tensors} == names
+        assert run("verify", path) == 0
 
 
 def change(file: Path, edit: Any) -> None:

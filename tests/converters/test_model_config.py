@@ -17,6 +17,7 @@ from scalai.converters.between.model_config import config_arguments, contradicti
 from scalai.converters.checkpoint import parameters_of
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
+from scalai.core.tensors.collection import Tensor
 from support.checkpoints import state
 from support.command import Capsys, run
 from support.gpt_shapes import FFN, GROUPS, HEADS, WIDTH, Shapes, gpt, llama, routed
@@ -102,6 +103,15 @@ def test_what_megatron_does_not_compute_is_refused(
 ) -> None:
     with pytest.raises(RefusedError, match=rf"hf/config\.json.*{words}"):
         config_arguments(config, shaped, Path("hf"))
+
+
+def test_biases_of_the_attention_alone_are_refused() -> None:
+    whole = gpt()
+    tensors = {name: Tensor(f"param/{name}", shape, "F32") for name, shape in whole.items()}
+    assert shape_arguments(tensors, HEADS)["add_bias_linear"]
+    bare = {name: of for name, of in tensors.items() if not name.endswith("linear_fc2.bias")}
+    with pytest.raises(RefusedError, match=r"linear_proj\.bias.*attention_bias without mlp_bias"):
+        shape_arguments(bare, HEADS)
 
 
 def test_what_a_checkpoints_arguments_leave_out_or_nobody_knows_is_said() -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +22,10 @@ from scalai.converters.streaming import Gatherer
 from scalai.converters.work import BATCH_FILES, TASK_BYTES, TURNS, Task, Unit, batches, plan_work
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.tensors.region import Box
+from support import full_disk
 from support.checkpoints import SHAPES, carry, lay_out, state, write
 from support.command import Capsys, run
+from support.full_disk import ALONE, can_mount
 
 MANY = {f"decoder.layers.{layer}.mlp.linear_fc2.bias": (4,) for layer in range(2, 40)}
 
@@ -94,6 +98,19 @@ def test_too_little_room_is_said_before_anything_is_written(
     with pytest.raises(StoreError, match=r"1000 bytes free, and \d+ are needed"):
         carry(source, tmp_path / "new", layout)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(not can_mount(), reason="mounts a file system of its own: root alone can")
+def test_a_disk_that_fills_up_leaves_no_checkpoint(tmp_path: Path) -> None:
+    layouts = ["torch_dist", "torch", "fsdp_dtensor", "dcp"]
+    command = [*ALONE, sys.executable, full_disk.__file__, str(tmp_path), *layouts]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == layouts
 
 
 def test_memory_that_is_too_little_names_what_is_needed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from scalai.core.dataset.ledger import Ledger
 from scalai.launch.agent.durable import look
 from scalai.launch.config.endpoint import TOKEN_VARIABLE, read_card
 from support.agents import MARK, Agents, one_worker, tiny_agents
+from support.full_disk import ALONE, can_mount
 from support.passthrough_disk import HAS_FUSE, passthrough_disk
 from support.tiny_job import check_steps
 
@@ -335,14 +336,6 @@ def test_an_agent_says_that_it_waits_for_the_disk_and_begins_once_that_answers(
 DEADLINE_S = 240.0
 
 
-def can_mount() -> bool:
-    """Whether a file system can be mounted here that nobody else sees."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
-    probe = ["unshare", "-m", "--propagation", "private", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return subprocess.run(probe, capture_output=True, timeout=30, check=False).returncode == 0
-
-
 def scenario(folder: Path, memory: Path) -> None:
     """Fill the memory while a job trains, then change its degrees."""
     subprocess.run(
@@ -374,8 +367,7 @@ def test_a_full_memory_neither_ends_the_agent_nor_loses_a_step(tmp_path: Path) -
     # Short, because of the sockets of multiprocessing.
     with tempfile.TemporaryDirectory(prefix="scalai-") as memory:
         ran = subprocess.run(
-            ["unshare", "-m", "--propagation", "private", sys.executable, __file__,
-             str(tmp_path), memory],
+            [*ALONE, sys.executable, __file__, str(tmp_path), memory],
             capture_output=True, text=True, timeout=DEADLINE_S, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
