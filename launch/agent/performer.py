@@ -30,7 +30,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.commands import Replicate
 from scalai.core.messages.reports import Report
 from scalai.core.messages.shared import JsonText
-from scalai.core.messages.worker_messages import Welcome
+from scalai.core.messages.worker_messages import Beside, Welcome
 from scalai.launch.agent.fetch import Moving, prepare_restore
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.host_checks import DeviceMemory, HealthCheck, describe_rise, oom_kills
@@ -42,8 +42,10 @@ from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups, offer, r
 from scalai.launch.config.job_spec import JobSpec
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.lanes import Lanes
+from scalai.runtime.processes import private_bytes
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name, summary_bytes
+from scalai.store.pool import available_memory
 from scalai.store.snapshot import SnapshotSlot
 
 LEVELS = {
@@ -160,8 +162,16 @@ class Performer:
             paces=workers.paces,
             is_at_brink=action.is_at_brink,
             is_from_standby=action.is_from_standby,
+            beside=self._beside(workers) if action.is_at_brink else None,
         )
         self._answer(action.call, welcome)
+
+    def _beside(self, workers: commands.Workers) -> Beside:
+        """Measure the memory beside the workers of a round."""
+        groups = (group for number, group in self.groups.items() if number != workers.round)
+        used = sum(private_bytes(pid) for group in groups for pid in group.pids().values())
+        count = workers.placement.local_world_size
+        return Beside(used // count, available_memory() // count)
 
     # ------------------------------------------------------------------ actions
 

@@ -179,8 +179,8 @@ KINDS = {kind.name: kind for kind in _ROWS}
 MEMORY_GOES = {"kill-host", "kill-hosts", "kill-more-hosts", "damage-disk"}
 """Kinds with a loss of hosts' memory."""
 TRIGGERS = {
-    **dict.fromkeys(("freeze", "emergency", "relaunch", "plan", "move", "moved", "restore"),
-                    "kill-worker"),
+    **dict.fromkeys(("freeze", "emergency", "relaunch", "plan", "move", "moved", "restore",
+                     "proof"), "kill-worker"),
     **dict.fromkeys(("drain", "write", "leave", "build"), "term-agent"),
     **dict.fromkeys(("step", "update", "train", "written", "seal", "sealed", "commit",
                      "committed"), ""),

@@ -157,6 +157,7 @@ class Checkpoints:
         if self._auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return True
+        self._session.await_proof()
         result = method(*args, **kwargs)
         tag = given.get("tag") or f"global_step{self._engine.global_steps}"
         name = _name(Path(given["save_dir"]) / str(tag))

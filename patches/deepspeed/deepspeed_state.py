@@ -172,6 +172,8 @@ class DeepSpeedState:
         RefusedError: The job uses a feature without a change of layout; the message names it.
     """
 
+    announces_updates = True
+
     def __init__(self, engine: Any, *, seed: int = 1234) -> None:
         unsupported.refuse_unsupported(engine)
         self._engine = engine

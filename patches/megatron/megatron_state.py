@@ -118,6 +118,8 @@ class MegatronState:
         RefusedError: The job uses a feature without a change of layout; the message names it.
     """
 
+    announces_updates = True
+
     def __init__(
         self,
         chunks: torch.nn.Module | Sequence[torch.nn.Module],

@@ -101,6 +101,10 @@ class LiveState(Protocol):
     def rank_state(self) -> Json:
         """Return this rank's own values (random number generators)."""
 
+    # Optional, ``announces_updates``: True if nothing changes tensors that are not volatile but a
+    # step of torch's optimizers, or what follows ``Session.begin_update``. A restore is then proven
+    # beside the first passes.
+
     # Optional, ``keep()``: returns a function that writes down ``scalars`` and ``rank_state`` as
     # they are now. It is called after each step, the function only where they are needed, by any
     # thread.

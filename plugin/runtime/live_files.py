@@ -24,7 +24,6 @@ from scalai.core.errors import LayoutError, PeerError, StoreError
 from scalai.core.jsonable import Json
 from scalai.core.messages.worker_messages import (
     AwaitSlot,
-    RankRestored,
     ReadOrder,
     Source,
     WriteOrder,
@@ -312,22 +311,6 @@ class Filled:
     note: str
     began: float
     mapped_s: float
-
-    def proven(self, rank: int, round: int, wanted: Sequence[Row]) -> RankRestored:
-        """Return this rank's report, with fingerprints of its wanted rows."""
-        read = time.monotonic()
-        fingerprints = live_fingerprints(wanted)
-        return RankRestored(
-            rank=rank,
-            round=round,
-            fingerprints=np.asarray(fingerprints, dtype=np.uint64),
-            seconds={
-                "restore": read - self.began,
-                "page_fault": self.mapped_s,
-                "proof": time.monotonic() - read,
-            },
-            note=self.note,
-        )
 
 
 def fill_state(

@@ -36,6 +36,7 @@ from scalai.core.dataset.order import GlobalOrder
 from scalai.core.degrees.batches import Batches
 from scalai.core.degrees.passes import Offload
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
+from scalai.core.host.standby import bytes_ahead
 from scalai.core.job.function_proof import MOST_STEPS, Numbers
 from scalai.core.job.spacing import Schedule
 from scalai.core.jsonable import Json
@@ -71,8 +72,9 @@ from scalai.runtime.live import (
     wanted_rows,
 )
 from scalai.runtime.live_files import fill_state
-from scalai.runtime.processes import imported
+from scalai.runtime.processes import imported, private_bytes
 from scalai.runtime.rank_snapshots import Snapshots
+from scalai.runtime.restore_proof import RestoreProof
 from scalai.runtime.staging import StagingRing, rings_for
 from scalai.runtime.step_passes import PassAtHand, PassClock, StepPasses
 from scalai.runtime.trackers import note_round
@@ -171,6 +173,7 @@ class _Attached:
     held: list[Row] = field(default_factory=list)
     rings: Mapping[torch.device, StagingRing] = field(default_factory=dict)
     snapshots: Snapshots | None = None
+    proof: RestoreProof | None = None
     restored_step: int | None = None
     steps_lost: int = 0
 
@@ -577,8 +580,9 @@ class Session:
         """Take part: publish this rank's state, restore it from the generation, or store the
         initial state.
 
-        Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank
-        of the job has proven its part; a worker that ``is_standby`` first waits for the end of the
+        Call on every rank, once model, optimizer and scheduler are built. Blocks until this rank's
+        part is restored; until all are proven if the state does not announce its updates, which
+        else wait for that. A worker that ``is_standby`` first waits for the end of the
         training.
 
         Args:
@@ -621,6 +625,7 @@ class Session:
         if self._unstored is not None:
             self._unstored.check(filled)
             self._unstored.end()
+            self._take_ahead(self._unstored)
         reached("build" if self.is_standby else "relaunch")
         source = self._link.agent.call(
             Publish(
@@ -653,12 +658,26 @@ class Session:
         self._link.report(self.step)
         return source is not None
 
+    def _take_ahead(self, unstored: UnstoredBuild) -> None:
+        """Take as much of the model's memory as there is room for beside the training."""
+        if self._welcome is not None and self._welcome.beside is not None:
+            needed = private_bytes(os.getpid()) + unstored.size
+            unstored.take_ahead(bytes_ahead(needed, self._welcome.beside))
+
     def _facts(self) -> dict[str, Json]:
         """Return the script's facts for later rounds."""
         facts = {**self.facts, **self._reported}
         if WEIGHTED in facts:  # each round's script says so anew
             facts[WEIGHTED] = bool(self._reported.get(WEIGHTED)) and not self.why_even
         return facts
+
+    def await_proof(self) -> None:
+        """Wait until the restored state of the whole job is proven: its first update does so.
+
+        What leaves the job before, such as a save, calls this first.
+        """
+        if self._attached is not None and self._attached.proof is not None:
+            self._attached.proof.wait()
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Report, after ``attach``, that the framework has loaded a checkpoint of its own.
@@ -670,6 +689,7 @@ class Session:
         Raises:
             LayoutError: They are other tensors, or other parts of them.
         """
+        self.await_proof()
         self.step, self.consumed_samples = step, samples
         attached = self._attached
         if attached is None:
@@ -696,6 +716,7 @@ class Session:
         Otherwise this worker's memory is not used after others' failures: the job goes on from its
         newest generation.
         """
+        self.await_proof()
         if self._attached is not None and self._attached.snapshots is not None:
             self._attached.snapshots.begin_update()
 
@@ -735,6 +756,7 @@ class Session:
         """
         if self._progress.is_stopped:
             return True  # a loop of one's own without an update behind its stop
+        self.await_proof()
         self.step = self.step + 1 if step is None else step
         before = self.consumed_samples
         self.consumed_samples = before + samples if consumed_samples is None else consumed_samples
@@ -821,6 +843,7 @@ class Session:
         self.check_end()
         is_fork = os.getpid() != self._progress.process  # its end is not the training's
         if self._link is not None and not self._progress.is_stopped and not is_fork:
+            self.await_proof()
             if self._attached is not None and self._attached.snapshots is not None:
                 self._attached.snapshots.settle()
             ledger = self._consumption.scalars().get(LEDGER)
@@ -865,4 +888,9 @@ class Session:
         ledger = filled.scalars.get(LEDGER)
         self._consumption.restore(ledger, self.step, self.consumed_samples, source.lost)
         self._registered.put(filled.scalars["user"])
-        self._link.agent.call(filled.proven(self.rank, self._link.round, wanted))
+        proof = RestoreProof(self.rank, self._link.round, wanted, filled)
+        if getattr(self._attached.state, "announces_updates", False):
+            self._attached.proof = proof
+            proof.begin(os.environ[AGENT_DIRECTORY])
+        else:
+            self._link.agent.call(proof.report())

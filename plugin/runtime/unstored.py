@@ -14,6 +14,7 @@ read or written, such as a mask. ``take_back`` gives the rest storage, once.
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,20 @@ class UnstoredBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"the state. {_WAY_OUT}"
                 )
 
+    def take_ahead(self, limit: int) -> int:
+        """Take host memory of tensors before ``take_back``; return its bytes, at most ``limit``."""
+        taken = 0
+        for _, each in self._living():
+            storage, size = each.alive(), min(each.size, limit - taken)
+            if each.device.type != "cpu" or size <= 0 or storage is None:
+                continue
+            with suppress(RuntimeError):  # no room: as much as there was
+                storage.resize_(each.size)
+                if not _touch(storage, size):
+                    break
+                taken += size
+        return taken
+
     def take_back(self, restored: Sequence[torch.Tensor]) -> float:
         """Give all tensors storage; return the seconds that took. What a restore of these flat
         buffers will not fill gets its value."""
@@ -132,9 +147,10 @@ class UnstoredBuild(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for cdata, each in self._living():
             storage = each.alive()
             assert storage is not None
-            storage.resize_(each.size)
+            if storage.nbytes() != each.size:
+                storage.resize_(each.size)
             if each.device.type == "cpu":
-                _touch(storage)
+                _touch(storage, each.size)
             if each.fill is not None:
                 flat = _flat(storage, each.dtype)
                 for low, high in _gaps(covered.get(cdata, ()), each.size):
@@ -411,11 +427,11 @@ def _gaps(ranges: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, i
         yield reached, size
 
 
-def _touch(storage: torch.UntypedStorage) -> None:
-    """Have the kernel give the pages of new host memory.
+def _touch(storage: torch.UntypedStorage, size: int) -> bool:
+    """Have the kernel give the pages of new host memory, up to byte ``size``; False: it refuses.
 
     Small ones: the present workers have just given those back, and large ones may be memory that
     the host of a virtual machine has not given it yet (2.5 s a GB here, against 0.4).
     """
     begin = storage.data_ptr()
-    advise_memory(begin, begin + storage.nbytes(), MADV_POPULATE_WRITE)
+    return advise_memory(begin, begin + size, MADV_POPULATE_WRITE)

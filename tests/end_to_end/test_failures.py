@@ -92,7 +92,7 @@ def test_a_worker_of_a_change_by_the_brink_may_die_at_any_place(tmp_path: Path) 
         agents.start("a")
         agents.wait_for_all(2)
         agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
-        for number, place in enumerate(("build", "write", "relaunch", "restore")):
+        for number, place in enumerate(("build", "write", "relaunch", "restore", "proof")):
             agents.arm(place, str(number % 2))
             changes, tp = len(agents.resizes()), 1 + number % 2
             levels = agents.text().count("level=brink")

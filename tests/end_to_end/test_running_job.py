@@ -24,7 +24,7 @@ from support.tiny_job import check_each_once, check_steps
 
 FLAGS = ("--max-restarts", "1000")
 DEGREES = '4 = "tp2"\n3 = "tp3"\n2 = "tp1"\n1 = "tp1"'
-PLACES = ("build", "write", "commit", "relaunch", "plan", "move", "restore")
+PLACES = ("build", "write", "commit", "relaunch", "plan", "move", "restore", "proof")
 TORN, TORN_BEFORE = "the state is not whole: ", "no newer state was whole"
 """Some ranks have what the others failed to get: each has a step that the others lack. The second
 is said by a coordinator that comes after the death. Which of all such states are whole is proven in

@@ -92,6 +92,21 @@ def test_tensors_that_are_gone_take_nothing_back(unstored: UnstoredBuild) -> Non
     assert not left.any()
 
 
+@pytest.mark.parametrize("limit", [0, 1, 700, 1 << 20])
+def test_memory_taken_ahead_is_the_restores(unstored: UnstoredBuild, limit: int) -> None:
+    block = Block()
+    flat = Flat(block)
+    restored = [flat.data[: flat.used], flat.master]
+    unstored.check(restored)
+    unstored.end()
+    needed = unstored.size
+    assert unstored.take_ahead(limit) == min(limit, needed)
+    unstored.take_back(restored)
+    assert all(map(size_of, (flat.data, flat.grads, flat.master, flat.moment)))
+    assert not flat.grads.any() and not flat.moment.any() and not flat.data[flat.used :].any()
+    assert torch.equal(flat.scale, torch.full((50,), 3.0))
+
+
 @pytest.mark.parametrize(
     "compute",
     [

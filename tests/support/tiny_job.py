@@ -73,6 +73,8 @@ def check_each_once(lines: Sequence[Mapping[str, Any]]) -> None:
 class TinyState:
     """The live state of one rank, at ``tp_rank`` of ``tp``."""
 
+    announces_updates = True
+
     def __init__(self, tp_rank: int, tp: int, dp_rank: int) -> None:
         matrix, self.vector = initial()
         self.first, rows = ROWS * tp_rank // tp, ROWS * (tp_rank + 1) // tp - ROWS * tp_rank // tp

@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from scalai.core.messages.worker_messages import AtBrink
+from scalai.core.messages.worker_messages import AtBrink, Beside
 
 MEMORY_RESERVE = 1.25
 """Memory of a new worker, relative to the largest present one at the same place."""
 HOST_BYTES, DEVICE_BYTES = 512 << 20, 2 << 30
 """Memory of a worker without a model: of a host, by what it has imported and does not share; of a
 device, by its context and communicators. Estimates: no device has measured the second one."""
+
+AHEAD = 1.05
+"""Most memory of both rounds together, relative to the larger one, where the next workers take some
+of theirs beside the training."""
 
 AUTO, ALWAYS, BRINK, NEVER = POLICIES = ("auto", "always", "brink", "never")
 """``[resize] standby``: by the room; two models, whatever the room; the brink at most; nothing."""
@@ -73,6 +77,17 @@ def choose(policy: str, room: Room) -> Choice:
     if not without:
         return Choice(Standby.BRINK, against)
     return Choice(Standby.NOTHING, f"{against}; {without}")
+
+
+def bytes_ahead(needed: int, beside: Beside) -> int:
+    """Return how much a worker at the brink may take before the present ones are gone, in bytes.
+
+    Args:
+        needed: Its memory once its model is restored.
+    """
+    room = beside.free - HOST_BYTES - int(beside.used * (MEMORY_RESERVE - 1))
+    within = int(max(needed, beside.used) * AHEAD) - beside.used
+    return max(0, min(within, room))
 
 
 def _against_models(policy: str, room: Room) -> str:

@@ -77,6 +77,15 @@ without it."""
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Memory of a host beside a worker at the brink, in bytes, its equal share of each: ``used`` by
+    the present workers, and ``free``."""
+
+    used: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """Facts for a worker before it builds its model.
 
@@ -89,6 +98,7 @@ class Welcome:
         is_at_brink: On standby without memory for a second model: it stops before it takes any.
         is_from_standby: This round's workers were started on standby, on all hosts; this one may
             ask late, behind the round's beginning.
+        beside: Memory beside a worker that ``is_at_brink``.
         facts: Facts of the job's first workers.
         settings: The elastic configuration's values for a framework's hooks.
         run: Name of this run of the job.
@@ -110,6 +120,7 @@ class Welcome:
     paces: tuple[int, ...] | None = None
     is_at_brink: bool = False
     is_from_standby: bool = False
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from scalai.core.host.standby import (
     NEVER,
     Room,
     Standby,
+    bytes_ahead,
     choose,
 )
-from scalai.core.messages.worker_messages import AtBrink
+from scalai.core.messages.worker_messages import AtBrink, Beside
 
 GB = 1_000_000_000
 WIDE = Room(2, used=4 * GB, free=10 * GB, brink=AtBrink(0, 0))
@@ -55,3 +56,20 @@ def test_the_highest_level_with_room_is_chosen(
     choice = choose(policy, room)
     assert choice.level is level and words in choice.reason
     assert bool(choice.reason) is (level is not Standby.MODELS)
+
+
+@pytest.mark.parametrize(
+    ("needed", "beside", "expected"),
+    [
+        (30 * GB, Beside(20 * GB, 100 * GB), 11.5),
+        (20 * GB, Beside(20 * GB, 100 * GB), 1),
+        (1 * GB, Beside(20 * GB, 100 * GB), 1),
+        (30 * GB, Beside(20 * GB, 15 * GB + HOST_BYTES), 10),
+        (30 * GB, Beside(20 * GB, 5 * GB), 0),
+    ],
+    ids=["larger", "equal", "smaller", "as much as is free", "nothing is free"],
+)
+def test_both_rounds_take_little_more_than_the_larger_one(
+    needed: int, beside: Beside, expected: float
+) -> None:
+    assert bytes_ahead(needed, beside) == pytest.approx(expected * GB)
