@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.bounded import open_regular
-from scalai.converters.checkpoint import PARAM, AuxiliaryFile, Checkpoint, CheckpointTarget
+from scalai.converters.checkpoint import (
+    PARAM,
+    REPORT,
+    AuxiliaryFile,
+    Checkpoint,
+    CheckpointTarget,
+)
 from scalai.converters.megatron.beside_tensors import DEGREE_ARGUMENTS, folder_of
 from scalai.converters.torch_archive import StoredTensor, read_archive
 from scalai.core.errors import RefusedError
@@ -49,6 +55,8 @@ _OF_TENSORS = re.compile(
 )
 """Files in a folder that is a checkpoint of its own."""
 _OF_TOKENIZER = re.compile(r".*\.(?:json|txt|model|jinja|tiktoken)")
+INTEGRITY = "integrity.json"
+"""Hashes of all other files of a save, by later megatron-core."""
 _PLACE = re.compile(r"train_dataloader_dprank(\d{1,9})\.pt")
 
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -226,6 +234,11 @@ class _Carrying:
             if entry.name in (CONFIG, STATE):
                 if self._target.layout not in _READS:
                     left.append(entry.name)
+            elif entry.name == INTEGRITY:
+                self.notes.append(
+                    f"left out: {INTEGRITY}, the source's hashes of its files: load without "
+                    f"checks of them, {REPORT} proves the target"
+                )
             elif is_megatron:
                 self._take(entry)
             elif self._target.layout == "safetensors" and entry.name == "tokenizer":

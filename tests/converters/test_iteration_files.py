@@ -164,6 +164,14 @@ def test_folders_beside_the_tensors_go_along(tmp_path: Path, capsys: Capsys) -> 
     assert "left out tokenizer, beside the tensors" in capsys.readouterr().out
 
 
+def test_hashes_of_the_sources_files_stay_there(tmp_path: Path, capsys: Capsys) -> None:
+    directory = write(tmp_path / "a").directory
+    (directory / "integrity.json").write_text("{}")
+    there = carried(tmp_path / "a", tmp_path / "b")
+    assert "left out integrity.json" in capsys.readouterr().out
+    assert not (there / "integrity.json").exists()
+
+
 def linked(directory: Path) -> None:
     (directory / "tokenizer" / "link").symlink_to("/etc/passwd")
 
