@@ -158,6 +158,7 @@ class Participant:
             closing.callback(served.holdings.close)
             closing.callback(served.workers.close)
             closing.callback(served.data.close)
+            closing.callback(served.succession.close)
             closing.callback(served.link.close)
             closing.callback(served.performer.close)
             try:
@@ -213,6 +214,7 @@ class Served:
     store: HostStore
     holdings: Holdings
     data: DataPlaneServer
+    succession: Succession
     link: CoordinatorLink
     workers: WorkerCalls
     performer: Performer
@@ -251,6 +253,7 @@ def open_agent(
         data = DataPlaneServer(store, place.token, interface, ports=spec.ports)
         opened.callback(data.close)
         succession = Succession(spec, interface, lambda: agent.state.leave.is_asked)
+        opened.callback(succession.close)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
         opened.callback(link.close)
         lanes, stacks = Lanes(THREADS, loop.put), Stacks(directory)
@@ -281,7 +284,7 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, constant("resize.stall_s"))
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        served = Served(store, holdings, data, link, workers, performer)
+        served = Served(store, holdings, data, succession, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it

@@ -336,7 +336,8 @@ class Performer:
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
         policy, memory = self._hands.spec.config.resize.standby, self._hands.memory
         is_asked = action.on_devices and action.brink and policy in (AUTO, BRINK)
-        devices = memory.free() if memory is not None and is_asked else ()
+        submit = partial(self._hands.lanes.submit, MEMORY, "asking for free device memory")
+        devices = memory.free(submit) if memory is not None and is_asked else ()
         choice = choose(policy, room_beside(present, action, devices))
         log.info(
             "event=standby host=%s round=%d level=%s reason=%r",

@@ -188,7 +188,7 @@ class Desk:
             raise
 
     def note_refusal(self, who: str, asked: str, why: str) -> None:
-        """Record a request that was not carried out."""
+        """Record a request that was not carried out. Any thread may call it."""
         self._refusal = Refusal(who, asked, why, time.time())
 
     def _refused(self, who: str, asked: str, why: str) -> None:

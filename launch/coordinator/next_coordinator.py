@@ -75,7 +75,7 @@ class _Lookout:
         self._is_silent: Callable[[], bool] = lambda: False
         self._searches, self._due = False, threading.Event()
         self._last, self.is_known = _Seen(), is_told
-        self._is_running = False
+        self._is_running = self._is_over = False
 
     def begin(self, is_silent: Callable[[], bool] | None = None) -> None:
         """Look from now on, also while the coordinator is silent (``is_silent``)."""
@@ -83,6 +83,11 @@ class _Lookout:
         if not self._is_running:
             self._is_running = True
             threading.Thread(target=self._look, name="lease-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_over = True
+        self._due.set()
 
     def search(self, *, is_on: bool) -> None:
         """Look more often, and at once; or as before."""
@@ -98,7 +103,7 @@ class _Lookout:
 
     def _look(self) -> None:
         began, has_said, before = time.monotonic(), False, None
-        while True:
+        while not self._is_over:
             if self._searches or not self.is_known or self._is_silent():
                 try:
                     entry, unchanged_s = self._watch.look()
@@ -150,6 +155,11 @@ class Succession:
         """Watch the lease while the coordinator is silent."""
         if self._lookout is not None:
             self._lookout.begin(is_silent)
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._lookout is not None:
+            self._lookout.close()
 
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
         """Find the job's next coordinator, once it answers.

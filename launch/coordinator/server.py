@@ -96,6 +96,7 @@ class Coordinator(Desk):
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S,
                 ports=spec.ports,
+                refused=lambda client, why: self.note_refusal(client, "to connect", why),
             )  # fmt: skip
         except PeerError:
             self._stores.end()
