@@ -56,7 +56,7 @@ class Participant:
     """
 
     def __init__(
-        self, spec: JobSpec, agent: Agent, served: "Served", progress: ProgressWatch
+        self, spec: JobSpec, agent: Agent, served: "Resources", progress: ProgressWatch
     ) -> None:
         self._spec, self._agent = spec, agent
         self._served, self._progress = served, progress
@@ -208,7 +208,7 @@ class Participant:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Resources:
     """Open resources of a member."""
 
     store: HostStore
@@ -284,7 +284,7 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, constant("resize.stall_s"))
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        served = Served(store, holdings, data, succession, link, workers, performer)
+        served = Resources(store, holdings, data, succession, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it

@@ -23,7 +23,7 @@ from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Done, Event, Failed, GroupOver, GroupSeen
-from scalai.core.host.standby import AUTO, BRINK, Choice, Standby, choose
+from scalai.core.host.standby import AUTO, BRINK, Standby, StandbyChoice, choose
 from scalai.core.host.state import Call, Round
 from scalai.core.job.deadlines import GONE_S
 from scalai.core.messages import commands, reports
@@ -177,7 +177,7 @@ class Performer:
         match action:
             case actions.Log(level, text):
                 log.log(LEVELS[level], "%s", text)
-            case actions.Tell(report):
+            case actions.SendReport(report):
                 self._hands.tell(report)
             case actions.AnswerCall(call, _, error) if error:
                 self._refuse(call, error)
@@ -331,7 +331,7 @@ class Performer:
         work = partial(hands.health.fault, command.reason)
         hands.lanes.run(HEALTH, "a health check", work, checked)
 
-    def _level(self, action: actions.StartGroup) -> Choice:
+    def _level(self, action: actions.StartGroup) -> StandbyChoice:
         """Choose how far the next workers go beside the present ones, and say so."""
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
         policy, memory = self._hands.spec.config.resize.standby, self._hands.memory

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from scalai.core.dataset.drawn import Pass
+from scalai.core.dataset.drawn import DrawnPass
 from scalai.core.dataset.ledger import Ledger, LedgerVerdict, Lost, judge, left_of, name_of
 from scalai.core.dataset.step_lines import judge_lines, read_lines, united
 from scalai.core.errors import RefusedError, StoreError, UsageError
@@ -55,7 +55,7 @@ def picture(title: str, ledger: Ledger, verdict: LedgerVerdict) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _pass(entry: Pass, top: int) -> list[str]:
+def _pass(entry: DrawnPass, top: int) -> list[str]:
     """Draw one bar, as long as the pass; for unknown lengths, as its consumed part."""
     length = max(entry.length or 0, entry.taken.end, entry.unproven, 1)
     parts = [

@@ -23,7 +23,7 @@ from scalai.core.planner.devices import FIGURES, GB, HOST_FIGURE
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, LayoutPlan, search
 from scalai.launch.commands import plan_change, plan_trace
-from scalai.launch.commands.plan_model import Question, read_question, read_table
+from scalai.launch.commands.plan_model import PlanQuestion, read_question, read_table
 
 _WIDEST_RANGE = 1024
 
@@ -121,14 +121,14 @@ def _score(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(question: Question, gpus: int) -> LayoutPlan:
+def _plan(question: PlanQuestion, gpus: int) -> LayoutPlan:
     return search(
         question.work, question.device, gpus, question.limits, question.choices,
         question.calibration,
     )  # fmt: skip
 
 
-def _one(question: Question, gpus: int, is_json: bool) -> int:
+def _one(question: PlanQuestion, gpus: int, is_json: bool) -> int:
     plan = _plan(question, gpus)
     flags = _flags(question, plan.best)
     if is_json:
@@ -152,7 +152,7 @@ def _one(question: Question, gpus: int, is_json: bool) -> int:
     return 0
 
 
-def _table(question: Question, sizes: range, is_json: bool) -> int:
+def _table(question: PlanQuestion, sizes: range, is_json: bool) -> int:
     lines: list[dict[str, Any]] = []
     for gpus in sizes:
         try:
@@ -177,7 +177,7 @@ def _table(question: Question, sizes: range, is_json: bool) -> int:
 
 
 def _content(
-    question: Question, gpus: int, plan: LayoutPlan, flags: tuple[str, ...]
+    question: PlanQuestion, gpus: int, plan: LayoutPlan, flags: tuple[str, ...]
 ) -> dict[str, Any]:
     return {
         "gpus": gpus,
@@ -207,7 +207,7 @@ def _estimate(one: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
+def _flags(question: PlanQuestion, best: Estimate) -> tuple[str, ...]:
     """Return what a Megatron-LM script is given for the layout, or what a DeepSpeed configuration
     states."""
     if question.deepspeed is not None:
@@ -227,7 +227,7 @@ def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
     return flags
 
 
-def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
+def _settings(question: PlanQuestion, best: Estimate) -> tuple[str, ...]:
     layout, batch = best.layout, question.work.global_batch
     degrees, micro = layout.degrees, layout.micro_batch
     # AutoTP's ranks count as replicas.
@@ -244,7 +244,7 @@ def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _trust(question: Question, plan: LayoutPlan) -> str:
+def _trust(question: PlanQuestion, plan: LayoutPlan) -> str:
     rows = question.calibration.rows
     if not rows:
         return "never measured here: from the table of devices alone; --calibrate FIT.csv says more"

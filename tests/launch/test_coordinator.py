@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalai.core.errors import PeerError, ProofError, UnprovenError, UsageError
-from scalai.core.job.function_proof import Asked, Numbers, Waiting
+from scalai.core.job.function_proof import Numbers, ProofAsked, Waiting
 from scalai.core.job.membership import Phase
 from scalai.core.messages.reports import Stalled
 from scalai.core.tensors.collection import Collection, Tensor
@@ -664,7 +664,7 @@ def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(
     live, old = pair.line.live, 99
     assert live.state.current is not None
     ran = replace(live.state.current, micro_batch_size=7)
-    asked = Asked(old, frozenset("ab"), until=pair.line.now + 60.0)
+    asked = ProofAsked(old, frozenset("ab"), until=pair.line.now + 60.0)
     function = replace(live.state.function, proof=Waiting(asked), after=Numbers(5.0, 2.0))
     live.state = but(live.state, ran=ran, function=function)
     pair.a_seals()

@@ -135,7 +135,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Standby:
+class StandbyRound:
     """A round with workers beside the present ones."""
 
     round: int
@@ -335,7 +335,7 @@ class Change:
     at: float | None = None
     again_at: float | None = None
     withdrawn: int = 0
-    standby: Standby | None = None
+    standby: StandbyRound | None = None
     last_round: int = 0
     ran: Assignment | None = None
     failed: tuple[FailedChange, ...] = ()
