@@ -278,7 +278,6 @@ class HealthCheck:
     Args:
         command: Words of a shell, run without one; None: no check, the host is healthy.
         variables: Additions to the agent's environment for the command.
-        commands: Runs it.
     """
 
     def __init__(

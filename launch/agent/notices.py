@@ -153,7 +153,6 @@ class FileNotice:
     """A file that appears, with the seconds left since then, or the time, as optional content.
 
     Args:
-        path: Path of the file.
         default_s: Seconds left for a file without content.
     """
 
@@ -233,7 +232,7 @@ class AwsNotice:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
             said = _object(action)
-            left_s = _left_s(said.get("time"), action, _iso)
+            left_s = _left_s(said.get("time"), action, datetime.fromisoformat)
             found[f"aws {said.get('action', 'interruption')}"] = left_s
         if self._get("/latest/meta-data/events/recommendations/rebalance") is not None:
             found["aws rebalance recommendation"] = None
@@ -304,7 +303,7 @@ class AzureNotice:
                 continue
             key = f"azure {event['EventType']} {event.get('EventId', '')}".strip()
             if event.get("NotBefore") or event.get("EventStatus") != "Started":
-                found[key] = _left_s(event.get("NotBefore"), answer, _rfc)
+                found[key] = _left_s(event.get("NotBefore"), answer, parsedate_to_datetime)
             else:
                 found[key] = LEAST_S
         return found
@@ -340,14 +339,6 @@ def _object(answer: HttpAnswer) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PeerError(f"the metadata server says {answer.text[:40]!r}, no JSON object.")
     return found
-
-
-def _iso(text: str) -> datetime:
-    return datetime.fromisoformat(text)
-
-
-def _rfc(text: str) -> datetime:
-    return parsedate_to_datetime(text)
 
 
 def _left_s(text: object, answer: HttpAnswer, read: Callable[[str], datetime]) -> float:
@@ -472,8 +463,6 @@ class NoticeWatch:
     """Asks one source, and passes on notices.
 
     Args:
-        source: The source.
-        question: Its question.
         noticed, withdrawn: Callbacks for notices; repeated while they hold.
         interval_s: Seconds between questions.
     """
@@ -561,7 +550,6 @@ def questions_of(
     """Return the questions of these sources; signals have none.
 
     Args:
-        sources: The sources.
         interval_s: Seconds between questions to a server of the host's own.
         default_s: Seconds left for a file without content, and for a drain.
 

@@ -50,7 +50,6 @@ class Participant:
 
     Args:
         spec: The job, by this host's command line.
-        agent: Makes the decisions.
         served: Opened store, servers and link.
         progress: Watches for workers without steps.
     """
@@ -232,9 +231,7 @@ def open_agent(
 
     Args:
         spec: The job, by this host's command line.
-        host: Name of this host in the job.
         slots: Number of workers this host can run.
-        place: Address of the coordinator.
         interface: Address of this host for others.
         make_workers: Returns an empty set of workers.
 

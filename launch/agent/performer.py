@@ -88,7 +88,6 @@ class Performer:
     """Performs the actions of one host's law. Only the agent's own thread calls it.
 
     Args:
-        hands: Its tools.
         replicas: Makes this host's replicas for others; None: without a rate limit.
     """
 

@@ -134,7 +134,6 @@ class WorkerGroups:
     """Starts the workers of one job on this host, warm once their imports are known.
 
     Args:
-        spec: The job.
         directory: The agent's own, with the workers' socket and token.
         make_workers: Returns an empty set of workers.
     """
@@ -241,7 +240,6 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
     """Return the arguments of ``scalai.patches.worker`` for one round.
 
     Args:
-        spec: The job.
         wanted: The round's workers on a host; ``facts`` come from workers of earlier rounds, such
             as ``padded_vocab_size``.
     """

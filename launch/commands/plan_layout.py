@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--sharding", type=_stages, metavar="N,..", help="allowed ZeRO stages, 0 to 3")
     add(
         "--recompute",
-        type=_recomputes,
+        type=_some_of(RECOMPUTES),
         metavar="KIND,..",
         help="none, selective, full: allowed kinds",
     )
     add(
         "--offload",
-        type=_offloads,
+        type=_some_of(OFFLOADS),
         metavar="KIND,..",
         help="none, optimizer-half, optimizer, parameters: state in host memory, the first if it "
         "fits, the others where nothing else does",
@@ -285,16 +286,13 @@ def _stages(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
-def _recomputes(text: str) -> tuple[str, ...]:
-    if not set(text.split(",")) <= set(RECOMPUTES):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(RECOMPUTES)}")
-    return tuple(kind for kind in RECOMPUTES if kind in text.split(","))
+def _some_of(kinds: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
+        if not set(text.split(",")) <= set(kinds):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(kinds)}")
+        return tuple(kind for kind in kinds if kind in text.split(","))
 
-
-def _offloads(text: str) -> tuple[str, ...]:
-    if not set(text.split(",")) <= set(OFFLOADS):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(OFFLOADS)}")
-    return tuple(kind for kind in OFFLOADS if kind in text.split(","))
+    return read
 
 
 def _range(text: str) -> range:

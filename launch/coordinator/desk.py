@@ -84,13 +84,8 @@ class Desk:
     Args:
         spec: The job; agents with another one are refused.
         interface: Address of the workers' rendezvous.
-        stores: Rendezvous stores of the rounds.
-        say: Takes log lines.
         patience: Waits for absent agents.
-        term: Number of this coordinator.
-        is_successor: It replaces a lost one.
         probe: Detects ended agents; None: no detection.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         live: The job; callers hold ``lock``.

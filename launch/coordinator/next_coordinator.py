@@ -65,7 +65,6 @@ class _Lookout:
     search for a coordinator, and until the register is known to be the coordinator's.
 
     Args:
-        register: The register.
         is_told: A person named the register, so it is the coordinator's. A durable directory counts
             only after a renewal seen by this host: it may be a disk of its own.
     """
@@ -119,7 +118,7 @@ class _Lookout:
                     "event=lease register='%s': the coordinator's entry is not seen there, so this "
                     "host cannot take its place. Is --durable-dir a disk of this host's own?",
                     self._register,
-                )  # fmt: skip
+                )
             self._due.wait(LOOK_S * 4 if self._searches else RENEW_S)
             self._due.clear()
 
@@ -134,7 +133,6 @@ class Succession:
     """One agent's way to the next coordinator.
 
     Args:
-        spec: The job.
         interface: Address for a coordinator here after one of another host.
         is_leaving: Whether this host will be taken away, with a coordinator on it.
     """
@@ -166,7 +164,6 @@ class Succession:
 
         Args:
             place: The lost coordinator.
-            term: Its number.
             is_over: Set when nobody needs a coordinator any more.
 
         Raises:

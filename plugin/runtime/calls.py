@@ -130,7 +130,6 @@ class Server:
 
     Args:
         address: Address to listen on; port 0 for a free one.
-        token: Token required of clients.
         requests: Union of the answered kinds of requests.
         handle: ``handle(peer, request)`` returns the answer, of the request's type; its errors are
             sent to the caller, and logged too unless they are ``ScalaiError``.

@@ -97,7 +97,6 @@ class Listener:
 
     Args:
         address: Address to listen on; port 0 for a free one.
-        token: Token required of clients.
         serve: Serves one connection and returns at its end.
         timeout_s: As of ``FramedSocket``, for the served connections.
         ports: Ports to choose a free one from.

@@ -173,7 +173,5 @@ def network_agents(
 
 
 def _ip(*arguments: str, check: bool = True) -> int:
-    done = subprocess.run(
-        ["ip", *arguments], capture_output=not check, check=check, timeout=30
-    )  # fmt: skip
+    done = subprocess.run(["ip", *arguments], capture_output=not check, check=check, timeout=30)
     return done.returncode

@@ -5,8 +5,6 @@ The ledger is part of the state: a generation carries the ledger of its step, an
 back to it goes back to its ledger too. The steps done since then are recorded as lost.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -279,7 +277,7 @@ class Ledger:
         }  # fmt: skip
         if self.sources:
             content["sources"] = [each.to_json() for each in self.sources]
-        return {**content, "digest": digest_of(content)}
+        return {**content, "digest": fields.digest_of(content)}
 
     @classmethod
     def from_json(cls, value: Json) -> "Ledger":
@@ -289,7 +287,7 @@ class Ledger:
         content = {name: each for name, each in table.items() if name != "digest"}
         if (found := table.get("version")) != VERSION:
             raise ValueError(f"it is of version {found!r}, this release reads {VERSION}")
-        if table.get("digest") != digest_of(content):
+        if table.get("digest") != fields.digest_of(content):
             raise ValueError("its digest is not that of its content")
         try:
             return cls(
@@ -327,11 +325,6 @@ def _folded(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
 def _mark(value: Json, name: str) -> tuple[int, int | None]:
     step, samples = fields.listed(value, name)
     return fields.whole_number(step, name), maybe(samples, name)
-
-
-def digest_of(content: Mapping[str, Json]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

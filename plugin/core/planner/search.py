@@ -124,7 +124,6 @@ def search(
 
     Args:
         devices: Number of devices; a plan may leave some idle.
-        limits: Limits of the model and the framework.
 
     Raises:
         RefusedError: No layout is valid, or no valid one fits; the message names the nearest way
