@@ -107,12 +107,12 @@ def test_a_driver_that_hangs_leaves_its_last_answer(
         assert memory.free(submit) == [7 << 20]
     assert "what it said last counts: 7 MiB free" in caplog.text and len(asking) == 2
     (tmp_path / "hangs").write_text("go on\n")
-    asking[-1].join()
+    asking[-1].join(60.0)
     monkeypatch.setattr(host_checks, "FREE_S", 60.0)
     nvidia_smi("exit 6")
     assert memory.free(submit) == [5 << 20]
     for each in asking:
-        each.join()
+        each.join(60.0)
 
 
 # ------------------------------------------------------------------ commands
