@@ -110,7 +110,6 @@ def options_for(
     there: Hosts,
     *,
     lost: frozenset[str] = frozenset(),
-    rates: Rates | None = None,
     relaunch_s: float | None = None,
     step_s: float = 0.0,
     calibration: Calibration | None = None,
@@ -126,7 +125,7 @@ def options_for(
     Raises:
         RefusedError: The overlaps of all candidates are unknown; single ones are left out.
     """
-    rates, calibration = rates or Rates(), calibration or uncalibrated()
+    rates, calibration = Rates(), calibration or uncalibrated()
     order = in_order(before_hosts, there)
     can_stay = _goes_on(before_hosts, there, lost)
     found: list[Option] = []
