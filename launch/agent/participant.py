@@ -55,7 +55,7 @@ class Participant:
     """
 
     def __init__(
-        self, spec: JobSpec, agent: Agent, served: "Resources", progress: ProgressWatch
+        self, spec: JobSpec, agent: Agent, served: "OpenResources", progress: ProgressWatch
     ) -> None:
         self._spec, self._agent = spec, agent
         self._served, self._progress = served, progress
@@ -207,7 +207,7 @@ class Participant:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class OpenResources:
     """Open resources of a member."""
 
     store: HostStore
@@ -281,7 +281,7 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, constant("resize.stall_s"))
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        served = Resources(store, holdings, data, succession, link, workers, performer)
+        served = OpenResources(store, holdings, data, succession, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it

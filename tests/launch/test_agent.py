@@ -20,7 +20,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Hello
 from scalai.core.tensors.collection import Collection
 from scalai.launch.agent.loop import Agent, Loop
-from scalai.launch.agent.participant import Participant, Resources
+from scalai.launch.agent.participant import OpenResources, Participant
 from scalai.launch.agent.worker_group import WorkerGroup
 from scalai.store.manifest import manifest_bytes
 from support.listed import part_of
@@ -158,7 +158,7 @@ def participant(made: Made, **served: Any) -> Participant:
     parts: dict[str, Any] = dict.fromkeys(("data", "link", "workers", "performer"))
     parts["store"] = SimpleNamespace(directory="/store")
     holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
-    given = Resources(**{**parts, "holdings": holdings, **served})
+    given = OpenResources(**{**parts, "holdings": holdings, **served})
     config = SimpleNamespace(probe=SimpleNamespace(health_check=None))
     options = SimpleNamespace(domain="rack=1")
     spec: Any = SimpleNamespace(job="j", to_json=dict, options=options, config=config)
