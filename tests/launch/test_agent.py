@@ -155,7 +155,7 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
 
 def participant(made: Made, **served: Any) -> Participant:
     """Return a member of a job that has nothing open but what is given."""
-    parts: dict[str, Any] = dict.fromkeys(("data", "link", "workers", "performer"))
+    parts: dict[str, Any] = dict.fromkeys(("data", "succession", "link", "workers", "performer"))
     parts["store"] = SimpleNamespace(directory="/store")
     holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
     given = OpenResources(**{**parts, "holdings": holdings, **served})
