@@ -157,7 +157,7 @@ class Hands:
 
     def perform(self, action: Action) -> Iterable[Event]:
         match action:
-            case actions.Tell(report):
+            case actions.SendReport(report):
                 self._host.link.tell(report)
             case actions.AnswerCall(call, _, error) if error:
                 self._waits.pop(call, None)

@@ -34,8 +34,6 @@ TENPLEX_MODELS = {
 }  # fmt: skip
 """Layers, width and heads (Tenplex, SOSP 2024, artifact)."""
 TENPLEX_PER_HOST = 4
-LONGEST_MOVE_S = 300.0
-"""Longer ones have steps that were made again (figure 11: 360 s)."""
 
 
 def gpt(layers: int, hidden: int, heads: int, seq: int) -> ModelShape:

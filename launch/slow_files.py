@@ -27,7 +27,6 @@ class PatientWriter:
     written again.
 
     Args:
-        name: Name of the thread.
         answer_s: Longest wait for a write, in seconds.
         late: Called by the waiter of the first late write.
         back: Called by the thread with the number of writes left out, once all is written again.

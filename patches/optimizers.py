@@ -184,7 +184,6 @@ def torch_state(
 
     Args:
         parameter: Tensor of any shape under the optimizer's update.
-        group: Its parameter group.
 
     Raises:
         RefusedError: The first step is unlike the others.

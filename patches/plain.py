@@ -15,9 +15,6 @@ from scalai.core.jsonable import Json
 def all_plain(values: Mapping[str, Any], owner: str) -> dict[str, Json]:
     """Return ``values`` as JSON. ``all_live`` is the inverse, with lists for tuples.
 
-    Args:
-        owner: Owner of the values, for the message.
-
     Raises:
         RefusedError: A value has no JSON form.
     """

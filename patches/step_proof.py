@@ -270,7 +270,6 @@ class OwnLoop:
     before the update. Behind its stop the worker leaves there.
 
     Args:
-        session: This worker's session.
         modules: The trained modules.
         framework: Its name and version.
     """

@@ -236,6 +236,13 @@ def find_below(path: Path, iteration: int | None) -> Path | None:
     return path / name if name is not None and (path / name).is_dir() else None
 
 
+def check_found(directory: Path | None, path: Path, iteration: int | None) -> Path:
+    """Return the folder found. Raises ``RefusedError`` for None."""
+    if directory is None:
+        raise RefusedError(f"{path} holds no iteration {iteration}. Name one that is there.")
+    return directory
+
+
 def _tracked(path: Path) -> str | None:
     text = read_pointer(path / TRACKER)
     if text is None or text == RELEASE:

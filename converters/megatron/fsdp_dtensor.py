@@ -58,6 +58,7 @@ from scalai.converters.foreign import is_fsdp_dtensor
 from scalai.converters.megatron.beside_tensors import (
     TRACKER,
     argument_degrees,
+    check_found,
     check_iteration,
     counters_of,
     find_below,
@@ -112,11 +113,7 @@ class FsdpDtensorLayout:
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a checkpoint, or of the newest below a save directory."""
-        directory = _directory(path, options.iteration)
-        if directory is None:
-            raise RefusedError(
-                f"{path} holds no iteration {options.iteration}. Name one that is there."
-            )
+        directory = check_found(_directory(path, options.iteration), path, options.iteration)
         metadata = read_metadata(directory, trust=options.trust_pickle)
         return _Reader(directory, metadata, options.trust_pickle).read()
 

@@ -50,6 +50,7 @@ from scalai.converters.foreign import foreign_text, is_fsdp_dtensor, is_megatron
 from scalai.converters.megatron import torch_dist_writer
 from scalai.converters.megatron.beside_tensors import (
     argument_degrees,
+    check_found,
     check_iteration,
     counters_of,
     find_links,
@@ -144,11 +145,7 @@ class TorchDistLayout:
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a checkpoint, or of the newest below a save directory."""
-        directory = find_iteration(path, options.iteration)
-        if directory is None:
-            raise RefusedError(
-                f"{path} holds no iteration {options.iteration}. Name one that is there."
-            )
+        directory = check_found(find_iteration(path, options.iteration), path, options.iteration)
         check_marker(directory)
         metadata = read_metadata(directory, trust=options.trust_pickle)
         common = read_common(directory, metadata.objects, trust=options.trust_pickle)

@@ -131,12 +131,11 @@ class DataPlaneServer:
     """
 
     def __init__(
-        self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0,
-        ports: range = ANY_PORT,
-    ) -> None:  # fmt: skip
+        self, store: HostStore, token: bytes, interface: str = "127.0.0.1", ports: range = ANY_PORT
+    ) -> None:
         self._store, self._mutex, self._giving = store, threading.Lock(), 0
         self._listener = Listener(
-            (interface, port), service_key(token, DATA_PLANE, store.host), self._talk,
+            (interface, 0), service_key(token, DATA_PLANE, store.host), self._talk,
             timeout_s=DEFAULT_TIMEOUT_S, name="data-plane", ports=ports,
         )  # fmt: skip
         address = self._listener.address

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenOnDisk:
     """Content of a job's durable directory: parts by generation, and damage with the reason."""
 
     parts: dict[int, list[tuple[Path, HostManifest]]] = field(default_factory=dict)
@@ -42,13 +42,13 @@ class Seen:
         self.damaged.pop(number, None)
 
 
-def look(folder: Path) -> Seen:
+def look(folder: Path) -> SeenOnDisk:
     """Read the manifests of all parts below ``<durable_dir>/<job>``.
 
     Parts removed meanwhile by a running job count as absent; parts of another user, or writable by
     one, as damaged. Raises ``StoreError``: the directory itself is unreadable, or another user's.
     """
-    seen = Seen()
+    seen = SeenOnDisk()
     try:
         with open_below(folder.parent, folder.name, flag=DURABLE) as job:
             for entry in sorted(folder.glob("generation-*")):
@@ -75,7 +75,7 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(match[2]) for match in found if match is not None)
 
 
-def _look_into(job: Folder, entry: Path, number: int, seen: Seen) -> None:
+def _look_into(job: Folder, entry: Path, number: int, seen: SeenOnDisk) -> None:
     try:
         with job.below(entry.name) as generation:
             for path in sorted(entry.iterdir()):
@@ -85,7 +85,7 @@ def _look_into(job: Folder, entry: Path, number: int, seen: Seen) -> None:
         seen.damaged[number] = str(error)
 
 
-def _read(generation: Folder, path: Path, number: int, seen: Seen) -> None:
+def _read(generation: Folder, path: Path, number: int, seen: SeenOnDisk) -> None:
     try:
         with generation.below(path.name) as part:
             part.check_files()

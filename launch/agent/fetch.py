@@ -118,10 +118,8 @@ def prepare_restore(
     """Plan for this host's workers and fetch missing pieces. Blocks.
 
     Args:
-        store: This host's store.
         start: The coordinator's command, with sources.
         wants: Pieces for each new worker of this host, by global rank.
-        token: The job's secret.
         arrived: Callback for bytes from other hosts; several threads call it.
 
     Raises:

@@ -44,7 +44,6 @@ class Archiver:
     """Obeys one command after the other. Only the agent's own thread calls it.
 
     Args:
-        store: This host's store.
         directory: ``<durable_dir>/<job>``; None: this host has none.
         tell: Sends a report to the coordinator, in the agent's loop.
         put: Hands the agent's loop something to do.
@@ -155,8 +154,6 @@ class Holdings:
     """One host's part of the state. Only the agent's own thread calls it.
 
     Args:
-        spec: The job.
-        store: This host's store.
         tell: Sends a report to the coordinator.
         lanes: Run blocking work beside the loop.
         put: Hands work to the agent's loop.

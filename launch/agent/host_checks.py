@@ -3,6 +3,7 @@
 import logging
 import re
 import shlex
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from scalai.launch.config.elastic_config import ProbeConfig
 
 NAME_S = 10.0
 """Seconds for the driver to name a device, before a job starts."""
-FREE_S = 2.0
-"""Seconds for the driver to tell the free memory of devices beside a training."""
+FREE_S = 1.0
+"""Seconds for the driver to tell the free memory of devices before its last answer counts."""
 HELD_S, HELD_LOOK_S = 30.0, 1.0
 """Most seconds of waiting for the memory of killed workers, and between two looks."""
 SLACK_MIB = 512
@@ -68,6 +69,9 @@ class DeviceMemory:
     ) -> None:
         self._visible, self._commands = visible, commands or CommandRunner(NAME_S)
         self._before = self._used()
+        self._asking, self._free = CommandRunner(NAME_S), list[int]()
+        self._is_answered = threading.Event()
+        self._is_answered.set()
 
     def wait(self, is_over: Callable[[], bool], held_s: float = HELD_S) -> None:
         """Return once the devices are as empty as before the workers, after ``held_s`` seconds at
@@ -95,10 +99,29 @@ class DeviceMemory:
                 )
             time.sleep(HELD_LOOK_S)
 
-    def free(self) -> list[int]:
-        """Return the free memory of each device, in bytes; empty: the driver does not say it.
-        Blocks for 7 s at most."""
-        return [size << 20 for size in self._read("memory.free", CommandRunner(FREE_S)).values()]
+    def free(self, submit: Callable[[Callable[[], None]], object]) -> list[int]:
+        """Return the free memory of each device, in bytes, by the driver's last answer; empty: it
+        has given none. Blocks for ``FREE_S`` at most; a later answer counts at the next call.
+
+        Args:
+            submit: Runs the question, for up to 15 s, in another thread.
+        """
+        if self._is_answered.is_set():
+            self._is_answered.clear()
+            submit(self._ask_free)
+        if not self._is_answered.wait(FREE_S):
+            log.warning(
+                "event=device_memory: nvidia-smi is silent, so what it said last counts: %s",
+                ", ".join(f"{size >> 20} MiB free" for size in self._free) or "nothing",
+            )
+        return self._free
+
+    def _ask_free(self) -> None:
+        try:
+            found = self._read("memory.free", self._asking)
+            self._free = [size << 20 for size in found.values()] or self._free
+        finally:
+            self._is_answered.set()
 
     def _used(self) -> dict[str, int]:
         """Return the used memory of each device in MiB; empty: the driver does not say it."""
@@ -255,7 +278,6 @@ class HealthCheck:
     Args:
         command: Words of a shell, run without one; None: no check, the host is healthy.
         variables: Additions to the agent's environment for the command.
-        commands: Runs it.
     """
 
     def __init__(

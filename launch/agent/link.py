@@ -133,7 +133,6 @@ class RenewedChannel:
     """A self-renewing connection to the coordinator, for one thread.
 
     Args:
-        place: Address of the coordinator.
         connect_s: Seconds for a connection.
         answer_s: Seconds for an answer.
         health: Records its answers.
@@ -246,7 +245,6 @@ class CoordinatorLink:
     """Two connections, each with a thread: one for reports, one for commands.
 
     Args:
-        place: Address of the coordinator.
         job, host: Names of the job, and of this host in it.
         silence_s: Seconds of silence before the coordinator counts as gone.
         put: Hands work to the agent's loop.

@@ -26,14 +26,9 @@ from scalai.core.messages.worker_messages import WorkerRequest
 from scalai.launch.agent.worker_group import WorkerGroup
 
 TICK_S = 0.1
-MEMORY, DISK, NETWORK, ENDS, ARCHIVE, HEALTH = LANES = (
-    "memory",
-    "disk",
-    "network",
-    "ends",
-    "archive",
-    "health",
-)
+MEMORY, DISK, NETWORK, ENDS, ARCHIVE, HEALTH = (
+    "memory", "disk", "network", "ends", "archive", "health",
+)  # fmt: skip
 """Lanes of work beside the loop: snapshots and forks; others' disks; other hosts; ends of workers;
 ordered copies to the durable directory; health checks, one at a time."""
 THREADS = {MEMORY: 4, DISK: 4, NETWORK: 4, ENDS: 4, ARCHIVE: 1, HEALTH: 1}
@@ -82,7 +77,6 @@ class Agent:
     Args:
         state: Initial state of the host.
         performer: Performs the law's actions.
-        loop: Brings the events.
         watches: Looks at the workers at each tick; decides nothing.
     """
 

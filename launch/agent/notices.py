@@ -40,7 +40,7 @@ MOST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """A server's answer: status and text; ``at``: its own time in seconds since 1970, None: not
     stated."""
 
@@ -50,7 +50,7 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def ask(address: str, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+def ask(address: str, path: str, headers: Mapping[str, str], method: str = "GET") -> HttpAnswer:
     """Ask a cloud's metadata server at ``address`` (``http://HOST:PORT``) over HTTP. Blocks.
 
     Trusts it little: a total deadline, a size limit, no proxy, no redirects. The caller judges the
@@ -77,14 +77,14 @@ def ask(address: str, path: str, headers: Mapping[str, str], method: str = "GET"
         raise PeerError(f"{address}{path}: {error or type(error).__name__}") from error
 
 
-def _answer(connection: socket.socket, end: float, method: str) -> Answer:
+def _answer(connection: socket.socket, end: float, method: str) -> HttpAnswer:
     # It uses only the socket's ``makefile``.
     response = HTTPResponse(_Within(connection, end), method=method)  # type: ignore[arg-type]
     try:
         response.begin()
         text = response.read().decode()
         headers = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, text, _time(headers.get("date")), headers)
+        return HttpAnswer(response.status, text, _time(headers.get("date")), headers)
     finally:
         response.close()
 
@@ -110,10 +110,10 @@ class _Within:
         self._connection, self._end = connection, end
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Reader(self._connection, self._end))
+        return io.BufferedReader(_TimedReader(self._connection, self._end))
 
 
-class _Reader(io.RawIOBase):
+class _TimedReader(io.RawIOBase):
     def __init__(self, connection: socket.socket, end: float) -> None:
         super().__init__()
         self._connection, self._end, self._left = connection, end, MOST_BYTES
@@ -153,7 +153,6 @@ class FileNotice:
     """A file that appears, with the seconds left since then, or the time, as optional content.
 
     Args:
-        path: Path of the file.
         default_s: Seconds left for a file without content.
     """
 
@@ -233,13 +232,13 @@ class AwsNotice:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
             said = _object(action)
-            left_s = _left_s(said.get("time"), action, _iso)
+            left_s = _left_s(said.get("time"), action, datetime.fromisoformat)
             found[f"aws {said.get('action', 'interruption')}"] = left_s
         if self._get("/latest/meta-data/events/recommendations/rebalance") is not None:
             found["aws rebalance recommendation"] = None
         return found
 
-    def _get(self, path: str) -> Answer | None:
+    def _get(self, path: str) -> HttpAnswer | None:
         for _ in range(2):
             if not self._token:
                 self._token = self._new_token()
@@ -304,7 +303,7 @@ class AzureNotice:
                 continue
             key = f"azure {event['EventType']} {event.get('EventId', '')}".strip()
             if event.get("NotBefore") or event.get("EventStatus") != "Started":
-                found[key] = _left_s(event.get("NotBefore"), answer, _rfc)
+                found[key] = _left_s(event.get("NotBefore"), answer, parsedate_to_datetime)
             else:
                 found[key] = LEAST_S
         return found
@@ -318,11 +317,11 @@ class AzureNotice:
             self._name = answer.text.strip()
         return self._name
 
-    def _get(self, path: str) -> Answer | None:
+    def _get(self, path: str) -> HttpAnswer | None:
         return _there(ask(self._address, path, {"Metadata": "true"}), f"{self._address}{path}")
 
 
-def _there(answer: Answer, where: str) -> Answer | None:
+def _there(answer: HttpAnswer, where: str) -> HttpAnswer | None:
     """Return the answer; None: not found. Raises ``PeerError`` for any other status."""
     if answer.status == _NOT_FOUND:
         return None
@@ -332,7 +331,7 @@ def _there(answer: Answer, where: str) -> Answer | None:
     return answer
 
 
-def _object(answer: Answer) -> dict[str, Any]:
+def _object(answer: HttpAnswer) -> dict[str, Any]:
     try:
         found = json.loads(answer.text)
     except (ValueError, RecursionError) as error:
@@ -342,15 +341,7 @@ def _object(answer: Answer) -> dict[str, Any]:
     return found
 
 
-def _iso(text: str) -> datetime:
-    return datetime.fromisoformat(text)
-
-
-def _rfc(text: str) -> datetime:
-    return parsedate_to_datetime(text)
-
-
-def _left_s(text: object, answer: Answer, read: Callable[[str], datetime]) -> float:
+def _left_s(text: object, answer: HttpAnswer, read: Callable[[str], datetime]) -> float:
     """Return the seconds until a server's time, by its own clock if known."""
     try:
         moment = read(str(text))
@@ -472,8 +463,6 @@ class NoticeWatch:
     """Asks one source, and passes on notices.
 
     Args:
-        source: The source.
-        question: Its question.
         noticed, withdrawn: Callbacks for notices; repeated while they hold.
         interval_s: Seconds between questions.
     """
@@ -561,7 +550,6 @@ def questions_of(
     """Return the questions of these sources; signals have none.
 
     Args:
-        sources: The sources.
         interval_s: Seconds between questions to a server of the host's own.
         default_s: Seconds left for a file without content, and for a drain.
 

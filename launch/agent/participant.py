@@ -50,13 +50,12 @@ class Participant:
 
     Args:
         spec: The job, by this host's command line.
-        agent: Makes the decisions.
         served: Opened store, servers and link.
         progress: Watches for workers without steps.
     """
 
     def __init__(
-        self, spec: JobSpec, agent: Agent, served: "Served", progress: ProgressWatch
+        self, spec: JobSpec, agent: Agent, served: "OpenResources", progress: ProgressWatch
     ) -> None:
         self._spec, self._agent = spec, agent
         self._served, self._progress = served, progress
@@ -158,6 +157,7 @@ class Participant:
             closing.callback(served.holdings.close)
             closing.callback(served.workers.close)
             closing.callback(served.data.close)
+            closing.callback(served.succession.close)
             closing.callback(served.link.close)
             closing.callback(served.performer.close)
             try:
@@ -207,12 +207,13 @@ class Participant:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class OpenResources:
     """Open resources of a member."""
 
     store: HostStore
     holdings: Holdings
     data: DataPlaneServer
+    succession: Succession
     link: CoordinatorLink
     workers: WorkerCalls
     performer: Performer
@@ -230,9 +231,7 @@ def open_agent(
 
     Args:
         spec: The job, by this host's command line.
-        host: Name of this host in the job.
         slots: Number of workers this host can run.
-        place: Address of the coordinator.
         interface: Address of this host for others.
         make_workers: Returns an empty set of workers.
 
@@ -251,6 +250,7 @@ def open_agent(
         data = DataPlaneServer(store, place.token, interface, ports=spec.ports)
         opened.callback(data.close)
         succession = Succession(spec, interface, lambda: agent.state.leave.is_asked)
+        opened.callback(succession.close)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
         opened.callback(link.close)
         lanes, stacks = Lanes(THREADS, loop.put), Stacks(directory)
@@ -281,7 +281,7 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, constant("resize.stall_s"))
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        served = Served(store, holdings, data, link, workers, performer)
+        served = OpenResources(store, holdings, data, succession, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it

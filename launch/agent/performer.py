@@ -23,7 +23,7 @@ from scalai.core.exit_codes import WORKER_OUT_OF_MEMORY
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Done, Event, Failed, GroupOver, GroupSeen
-from scalai.core.host.standby import AUTO, BRINK, Choice, Standby, choose
+from scalai.core.host.standby import AUTO, BRINK, Standby, StandbyChoice, choose
 from scalai.core.host.state import Call, Round
 from scalai.core.job.deadlines import GONE_S
 from scalai.core.messages import commands, reports
@@ -90,7 +90,6 @@ class Performer:
     """Performs the actions of one host's law. Only the agent's own thread calls it.
 
     Args:
-        hands: Its tools.
         replicas: Makes this host's replicas for others; None: without a rate limit.
     """
 
@@ -187,7 +186,7 @@ class Performer:
         match action:
             case actions.Log(level, text):
                 log.log(LEVELS[level], "%s", text)
-            case actions.Tell(report):
+            case actions.SendReport(report):
                 self._hands.tell(report)
             case actions.AnswerCall(call, _, error) if error:
                 self._refuse(call, error)
@@ -341,12 +340,13 @@ class Performer:
         work = partial(hands.health.fault, command.reason)
         hands.lanes.run(HEALTH, "a health check", work, checked)
 
-    def _level(self, action: actions.StartGroup) -> Choice:
+    def _level(self, action: actions.StartGroup) -> StandbyChoice:
         """Choose how far the next workers go beside the present ones, and say so."""
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
         policy, memory = self._hands.spec.config.resize.standby, self._hands.memory
         is_asked = action.on_devices and action.brink and policy in (AUTO, BRINK)
-        devices = memory.free() if memory is not None and is_asked else ()
+        submit = partial(self._hands.lanes.submit, MEMORY, "asking for free device memory")
+        devices = memory.free(submit) if memory is not None and is_asked else ()
         choice = choose(policy, room_beside(present, action, devices))
         log.info(
             "event=standby host=%s round=%d level=%s reason=%r",

@@ -195,11 +195,8 @@ class ProgressWatch:
     """Reports workers of the present round without steps. Only the agent's own thread calls it.
 
     Args:
-        host: Name of this host in the job.
         agent: Owner of the round.
-        stacks: Requests workers' stacks.
         stall_s: As in ``Progress``.
-        clock: Monotonic seconds.
     """
 
     def __init__(

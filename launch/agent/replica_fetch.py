@@ -50,10 +50,7 @@ class ReplicaRate:
     """Learns from the steps of this host's workers, and delays fetching. Any thread may call it.
 
     Args:
-        host: Name of this host.
         slowdown: Largest slowdown of a step (0.01 = 1 %).
-        clock: Monotonic seconds.
-        sleep: Sleeps for seconds.
     """
 
     def __init__(
@@ -179,8 +176,6 @@ class Replicas:
     """Makes the replicas of one host, one order at a time; a later order ends an earlier one.
 
     Args:
-        store: This host's store.
-        token: The job's secret.
         rate: Limits their rate; None: no limit.
     """
 

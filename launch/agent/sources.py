@@ -106,10 +106,8 @@ def ask_parts(
 
     Args:
         own: This host's part; None: there is none.
-        host: Name of this host.
         listed: Holders of the generation.
         targets: Pieces for each worker of this host.
-        token: The job's secret.
         position: Place of this host in the round; spreads hosts over replicas.
     """
     names = {tensor.name for target in targets for tensor in target.collection.tensors}

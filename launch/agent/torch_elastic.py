@@ -178,7 +178,7 @@ class GroupPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WorkersOutcome:
     """End of the workers; no failures: all exited with 0."""
 
     failures: tuple[str, ...] = ()
@@ -309,7 +309,7 @@ class WorkerSet(LocalElasticAgent):
             setattr(self._pcontext, _FINISHED_EVENT, _LettingGo(event))
         self._is_up = True
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> WorkersOutcome | None:
         """Return the workers' end; None: some run.
 
         After one fails, the others live on if they outlive signals, else they are ended too.
@@ -321,7 +321,7 @@ class WorkerSet(LocalElasticAgent):
             ended = sorted(self.ended().items())
             failed = {place.first_rank + local: code for local, code in ended if code}
             if failed:
-                return Outcome(self._endings(failed))
+                return WorkersOutcome(self._endings(failed))
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.HEALTHY:
             return None
@@ -330,7 +330,7 @@ class WorkerSet(LocalElasticAgent):
         # Torch ends the others by SIGTERM and counts them as failed too.
         first = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
         is_good = result.state is WorkerState.SUCCEEDED
-        return Outcome(self._endings(first) or (() if is_good else (result.state.name,)))
+        return WorkersOutcome(self._endings(first) or (() if is_good else (result.state.name,)))
 
     def _endings(self, codes: Mapping[int, int]) -> tuple[str, ...]:
         place, files = self._assigned.placement, getattr(self._pcontext, "error_files", {})

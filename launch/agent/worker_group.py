@@ -17,7 +17,7 @@ from scalai.converters.megatron.arguments import derived_flags, is_megatron
 from scalai.core.degrees.degrees import Degrees
 from scalai.core.errors import RefusedError, ScalaiError
 from scalai.core.host.actions import StartGroup
-from scalai.core.host.standby import Room
+from scalai.core.host.standby import RoomBeside
 from scalai.core.job.spacing import Schedule
 from scalai.core.messages import commands
 from scalai.core.messages.commands import Workers
@@ -25,8 +25,8 @@ from scalai.core.messages.worker_messages import Hello, Imports, WorkerRequest
 from scalai.launch.agent.extension_locks import WorkersLocks, extensions_root
 from scalai.launch.agent.torch_elastic import (
     GroupPlacement,
-    Outcome,
     WorkerSet,
+    WorkersOutcome,
     wait_until_warm,
     warm_up,
 )
@@ -102,7 +102,7 @@ class WorkerGroup:
         first = self._place.first_rank
         return {first + local: code for local, code in self._workers.ended().items()}
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> WorkersOutcome | None:
         """Return the workers' end; None: some run."""
         self._look_at_builds()
         outcome = self._workers.poll()
@@ -134,7 +134,6 @@ class WorkerGroups:
     """Starts the workers of one job on this host, warm once their imports are known.
 
     Args:
-        spec: The job.
         directory: The agent's own, with the workers' socket and token.
         make_workers: Returns an empty set of workers.
     """
@@ -241,7 +240,6 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
     """Return the arguments of ``scalai.patches.worker`` for one round.
 
     Args:
-        spec: The job.
         wanted: The round's workers on a host; ``facts`` come from workers of earlier rounds, such
             as ``padded_vocab_size``.
     """
@@ -269,7 +267,7 @@ FIRST_TO_GO = "1000"
 """Adjustment of the kernel's choice when memory runs out (proc(5))."""
 
 
-def room_beside(present: Iterable[int], action: StartGroup, devices: Sequence[int]) -> Room:
+def room_beside(present: Iterable[int], action: StartGroup, devices: Sequence[int]) -> RoomBeside:
     """Measure the room for the workers of a round beside the present ones.
 
     Args:
@@ -278,7 +276,7 @@ def room_beside(present: Iterable[int], action: StartGroup, devices: Sequence[in
     """
     workers = action.workers.placement.local_world_size
     device_free = min(devices) // -(-workers // len(devices)) if devices else None
-    return Room(
+    return RoomBeside(
         workers=workers,
         used=max((private_bytes(pid) for pid in present), default=0),
         free=available_memory(),

@@ -93,7 +93,6 @@ class Chaos:
 
     Args:
         folder: ``<store>/<job>``.
-        plan: The request.
         say: Callback for a line of progress.
     """
 
@@ -102,7 +101,6 @@ class Chaos:
         self._watch = Watch(folder, plan.logs)
         self._settings = StartSettings(None, 1, None)
         self._cast = Cast((), 0, {})
-        self._whole_step = 0
         self._begun = time.monotonic()
 
     def prepare(self) -> tuple[Fault, ...]:

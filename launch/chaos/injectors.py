@@ -284,14 +284,21 @@ def _stop_host(scene: Scene) -> Injected:
 
 def _duplicate(scene: Scene) -> Injected:
     log = scene.out / f"duplicate-{scene.host}.log"
+    return _refused(scene, scene.commands[scene.host], log, "is in use by", "second one")
+
+
+def _refused(
+    scene: Scene, command: processes.AgentCommand, log: Path, reason: str, what: str
+) -> Injected:
+    """Start a command beside the job, and await its refusal."""
     log.unlink(missing_ok=True)
-    second = scene.commands[scene.host].start(output=log)
+    second = command.start(output=log)
     scene.undo.callback(second.wait, ENDS_S)
     scene.undo.callback(second.kill)
 
     def seen() -> str:
-        refused = second.poll() not in (None, 0) and "is in use by" in log.read_text()
-        return f"the second one is refused: exit code {second.returncode}" if refused else ""
+        refused = second.poll() not in (None, 0) and reason in log.read_text()
+        return f"the {what} is refused: exit code {second.returncode}" if refused else ""
 
     return Injected(seen)
 
@@ -306,21 +313,12 @@ def _second_run(scene: Scene) -> Injected:
     """Start the job's command as another machine would: with a store and a coordinator of its
     own."""
     log, store = scene.out / "second-run.log", scene.folder.parent.with_name(".scalai-chaos-second")
-    log.unlink(missing_ok=True)
     command = scene.commands[scene.host].with_flag("--store-dir", str(store))
     if processes.flag(scene.agent(), "--coordinator") is not None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             command = command.with_flag("--coordinator", f"127.0.0.1:{free.getsockname()[1]}")
     scene.undo.callback(shutil.rmtree, store, ignore_errors=True)
-    second = command.start(output=log)
-    scene.undo.callback(second.wait, ENDS_S)
-    scene.undo.callback(second.kill)
-
-    def seen() -> str:
-        refused = second.poll() not in (None, 0) and "is in use by run" in log.read_text()
-        return f"the second run is refused: exit code {second.returncode}" if refused else ""
-
-    return Injected(seen)
+    return _refused(scene, command, log, "is in use by run", "second run")
 
 
 def _notice_file(scene: Scene) -> Path | None:

@@ -176,8 +176,6 @@ _ROWS = (
          Target.COORDINATOR, NOTED, Loss.NONE, Heard.PROCESS, r"event=adopted round="),
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _ROWS}
-MEMORY_GOES = {"kill-host", "kill-hosts", "kill-more-hosts", "damage-disk"}
-"""Kinds with a loss of hosts' memory."""
 TRIGGERS = {
     **dict.fromkeys(("freeze", "emergency", "relaunch", "plan", "move", "moved", "restore",
                      "proof"), "kill-worker"),

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "as they were. Writes events.jsonl, verdict.json, verdict.txt and verdict.png to --out.",
         epilog="Exit codes: 0 every fault was seen and survived as stated, 4 one was not, 1 and 2 "
         "it could not be done, 130 interrupted.",
-    )  # fmt: skip
+    )
     parser.add_argument("job", nargs="?", default="default", help="name of the job")
     parser.add_argument(
         "--store-dir", type=Path, help="folder of the stores (default: in /dev/shm)"

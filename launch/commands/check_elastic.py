@@ -121,7 +121,6 @@ def check_start(spec: JobSpec, most: int | None) -> None:
     """Check a job before it starts.
 
     Args:
-        spec: The job.
         most: Most workers it can have; None: unknown.
 
     Raises:

@@ -256,9 +256,7 @@ class History:
         newest = self.heard[: bisect_left(self.heard, until)][-1:]
         return next((at for at in newest if at > since), None)
 
-    def _end(
-        self, resize: Resize, after: Resize
-    ) -> tuple[float | None, int | None, int | None]:  # fmt: skip
+    def _end(self, resize: Resize, after: Resize) -> tuple[float | None, int | None, int | None]:
         """Time and step of the stop before a change, and its last kept step."""
         kept = after.step
         made = None if after.steps_lost is None else kept + after.steps_lost
@@ -457,7 +455,7 @@ def pace_of(stretches: Iterable[LayoutStretch]) -> float:
         (each.end - each.begin) / (each.last - each.first)
         for each in stretches
         if each.end is not None and each.last is not None and each.last > each.first
-    ]  # fmt: skip
+    ]
     return statistics.median(paces) if paces else 1.0
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from scalai.core.dataset.drawn import Pass
+from scalai.core.dataset.drawn import DrawnPass
 from scalai.core.dataset.ledger import Ledger, LedgerVerdict, Lost, judge, left_of, name_of
 from scalai.core.dataset.step_lines import judge_lines, read_lines, united
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.exit_codes import DIFFERS
 from scalai.core.jsonable import Json
 from scalai.launch.agent.durable import FINAL_LEDGER, FINISHED
-from scalai.launch.commands.plan_picture import INK, LOST, MOVED, PALE, PAPER
+from scalai.launch.commands.plan_picture import INK, LOST, MOVED, PALE, PAPER, svg, svg_text
 from scalai.runtime.consumption import LEDGER
 from scalai.store.atomic import replace_file
 from scalai.store.manifest import HostManifest, read_saved_manifest
@@ -39,27 +39,20 @@ def picture(title: str, ledger: Ledger, verdict: LedgerVerdict) -> str:
     height = rounds + 3 * _ROW + 30
     kept = "No sample was skipped, and none was seen twice"
     says = f"{kept}." if verdict.is_kept else "; ".join(verdict.breaks)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12" fill="{INK}">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{_WIDTH}" height="{height}" fill="{PAPER}"/>',
-        _text(20, 26, title, size=18),
-        _text(20, 48, says, fill=INK if verdict.is_kept else LOST),
-    ]
+    parts = [svg_text(20, 48, says, fill=INK if verdict.is_kept else LOST)]
     if len(ledger.passes) > len(shown):
-        parts.append(_text(20, 68, f"{len(ledger.passes) - len(shown)} more bars are not drawn"))
+        parts.append(svg_text(20, 68, f"{len(ledger.passes) - len(shown)} more bars are not drawn"))
     for place, each in enumerate(shown):
         parts += _pass(each, _TOP + place * _ROW)
     parts += _rounds(ledger, rounds)
-    return "\n".join([*parts, "</svg>", ""])
+    return svg(_WIDTH, height, title, parts)
 
 
-def _pass(entry: Pass, top: int) -> list[str]:
+def _pass(entry: DrawnPass, top: int) -> list[str]:
     """Draw one bar, as long as the pass; for unknown lengths, as its consumed part."""
     length = max(entry.length or 0, entry.taken.end, entry.unproven, 1)
     parts = [
-        _text(20, top + 13, name_of(entry)),
+        svg_text(20, top + 13, name_of(entry)),
         _box(0, length, length, top, PAPER, "not consumed", edge=PALE),
         _box(0, entry.unproven, length, top, PALE, "before the ledger began"),
     ]
@@ -69,15 +62,15 @@ def _pass(entry: Pass, top: int) -> list[str]:
         parts += [_box(start, stop, length, top, colour, says) for start, stop in pairs]
     for start, stop in entry.skipped.pairs:
         parts.append(_box(start, stop, length, top, PAPER, "skipped", edge=LOST))
-    parts.append(_text(_LEFT, top + _BAR + 12, "0", size=10))
-    parts.append(_text(_WIDTH - _RIGHT, top + _BAR + 12, str(length), size=10, anchor="end"))
+    parts.append(svg_text(_LEFT, top + _BAR + 12, "0", size=10))
+    parts.append(svg_text(_WIDTH - _RIGHT, top + _BAR + 12, str(length), size=10, anchor="end"))
     return parts
 
 
 def _rounds(ledger: Ledger, top: int) -> list[str]:
     """Draw the rounds by their steps, and the lost steps."""
     last = max([ledger.at[0], *(lost.until for lost in ledger.lost), 1])
-    parts = [_text(20, top + 13, "steps of each round"), _text(20, top + _ROW + 13, "lost")]
+    parts = [svg_text(20, top + 13, "steps of each round"), svg_text(20, top + _ROW + 13, "lost")]
     parts.append(_box(0, ledger.since[0], last, top, PALE, "before the ledger began"))
     shown = list(ledger.rounds())[-MOST_ROUNDS:]
     for place, (stretch, until, _) in enumerate(shown):
@@ -86,12 +79,12 @@ def _rounds(ledger: Ledger, top: int) -> list[str]:
         colour = TAKEN if place % 2 == 0 else "#6fb1c7"
         parts.append(_box(stretch.step, until, last, top, colour, says, edge=PAPER))
     parts += [_lost(lost, last, top + _ROW) for lost in ledger.lost[-MOST_ROUNDS:]]
-    parts.append(_text(_LEFT, top + _BAR + 12, "0", size=10))
-    parts.append(_text(_WIDTH - _RIGHT, top + _BAR + 12, f"step {last}", size=10, anchor="end"))
+    parts.append(svg_text(_LEFT, top + _BAR + 12, "0", size=10))
+    parts.append(svg_text(_WIDTH - _RIGHT, top + _BAR + 12, f"step {last}", size=10, anchor="end"))
     legend = (
         "Blue was consumed, grey came before the ledger, red was seen twice or skipped; orange "
     )
-    parts.append(_text(20, top + 2 * _ROW + 24, legend + "steps were lost and are done again."))
+    parts.append(svg_text(20, top + 2 * _ROW + 24, legend + "steps were lost and are done again."))
     return parts
 
 
@@ -111,15 +104,6 @@ def _box(
         f'<rect x="{_LEFT + start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_BAR}" '
         f'fill="{colour}" stroke="{edge}"><title>{escape(f"{says}: {start} to {stop}")}</title>'
         "</rect>"
-    )
-
-
-def _text(
-    x: float, y: float, words: str, *, size: int = 12, fill: str = INK, anchor: str = "start"
-) -> str:
-    return (
-        f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}" text-anchor="{anchor}">'
-        f"{escape(words)}</text>"
     )
 
 

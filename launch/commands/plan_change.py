@@ -15,7 +15,7 @@ from scalai.core.planner.columns import Layout
 from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, spread
 from scalai.core.planner.search import search
 from scalai.core.planner.weighing import RESIDENCE_S
-from scalai.launch.commands.plan_model import Question
+from scalai.launch.commands.plan_model import PlanQuestion
 from scalai.launch.commands.plan_picture import picture, sized
 from scalai.store.atomic import replace_file
 
@@ -73,7 +73,7 @@ def _refuse_without(args: argparse.Namespace) -> None:
         raise RefusedError(f"{without[0]} is about a change; say what runs, by --from DEGREES.")
 
 
-def report(question: Question, args: argparse.Namespace) -> int:
+def report(question: PlanQuestion, args: argparse.Namespace) -> int:
     """Print the cost of the change, and draw it.
 
     Raises:
@@ -101,7 +101,7 @@ def report(question: Question, args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_it_runs(question: Question, is_sharding_given: bool) -> Question:
+def _as_it_runs(question: PlanQuestion, is_sharding_given: bool) -> PlanQuestion:
     """Use the sharding of the script's flags, before and after."""
     if question.arguments is None or is_sharding_given:
         return question
@@ -109,7 +109,7 @@ def _as_it_runs(question: Question, is_sharding_given: bool) -> Question:
     return replace(question, choices=replace(question.choices, sharding=sharding))
 
 
-def _asked(question: Question, args: argparse.Namespace, before: Layout) -> _Change:
+def _asked(question: PlanQuestion, args: argparse.Namespace, before: Layout) -> _Change:
     per_host = question.device.per_host
     old = spread(before.degrees.world_size, per_host)
     unknown = sorted(args.lost - {name for name, _ in old})
@@ -129,7 +129,7 @@ def _asked(question: Question, args: argparse.Namespace, before: Layout) -> _Cha
     return _Change(before, old, there, args.lost)
 
 
-def _given(question: Question, args: argparse.Namespace, change: _Change) -> ChangeChoice:
+def _given(question: PlanQuestion, args: argparse.Namespace, change: _Change) -> ChangeChoice:
     after = _layout(question, args.after, "--to", must_fit=True)
     devices, needed = sum(count for _, count in change.there), after.degrees.world_size
     if needed > devices:
@@ -149,7 +149,7 @@ def _given(question: Question, args: argparse.Namespace, change: _Change) -> Cha
     return ChangeChoice(one, "as given", ())
 
 
-def _degrees(question: Question, text: str, flag: str) -> tuple[Degrees, DegreeRequest]:
+def _degrees(question: PlanQuestion, text: str, flag: str) -> tuple[Degrees, DegreeRequest]:
     request = parse_request(text)
     if request.dp is None:
         raise RefusedError(f"{flag} {text!r} does not say dp; write for example 'tp8 pp16 dp8'.")
@@ -159,7 +159,7 @@ def _degrees(question: Question, text: str, flag: str) -> tuple[Degrees, DegreeR
     return Degrees(request.tp, request.pp, request.dp, request.vpp, cp, ep), request
 
 
-def _layout(question: Question, text: str, flag: str, *, must_fit: bool) -> Layout:
+def _layout(question: PlanQuestion, text: str, flag: str, *, must_fit: bool) -> Layout:
     """Return these degrees with the fastest fitting micro-batch and recomputation."""
     degrees, request = _degrees(question, text, flag)
     limits, choices, work = question.limits, question.choices, question.work
@@ -191,7 +191,7 @@ def _layout(question: Question, text: str, flag: str, *, must_fit: bool) -> Layo
     return plan.best.layout
 
 
-def _nearest(question: Question, devices: int) -> str:
+def _nearest(question: PlanQuestion, devices: int) -> str:
     try:
         best = search(
             question.work, question.device, devices, question.limits, question.choices,
@@ -214,7 +214,9 @@ def _draw(path: Path, change: _Change, taken: Option) -> None:
         raise RefusedError(f"{path} cannot be written: {error}. Name another file.") from error
 
 
-def _print(question: Question, change: _Change, choice: ChangeChoice, residence_s: float) -> None:
+def _print(
+    question: PlanQuestion, change: _Change, choice: ChangeChoice, residence_s: float
+) -> None:
     taken = choice.taken
     size = question.work.shape.total_parameters / 1e9
     print(f"{size:.2f}e9 parameters, {_named(change.before, change.before_hosts)}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from scalai.core.planner.devices import FIGURES, GB, HOST_FIGURE
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, LayoutPlan, search
 from scalai.launch.commands import plan_change, plan_trace
-from scalai.launch.commands.plan_model import Question, read_question, read_table
+from scalai.launch.commands.plan_model import PlanQuestion, read_question, read_table
 
 _WIDEST_RANGE = 1024
 
@@ -54,13 +55,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--sharding", type=_stages, metavar="N,..", help="allowed ZeRO stages, 0 to 3")
     add(
         "--recompute",
-        type=_recomputes,
+        type=_some_of(RECOMPUTES),
         metavar="KIND,..",
         help="none, selective, full: allowed kinds",
     )
     add(
         "--offload",
-        type=_offloads,
+        type=_some_of(OFFLOADS),
         metavar="KIND,..",
         help="none, optimizer-half, optimizer, parameters: state in host memory, the first if it "
         "fits, the others where nothing else does",
@@ -121,14 +122,14 @@ def _score(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(question: Question, gpus: int) -> LayoutPlan:
+def _plan(question: PlanQuestion, gpus: int) -> LayoutPlan:
     return search(
         question.work, question.device, gpus, question.limits, question.choices,
         question.calibration,
     )  # fmt: skip
 
 
-def _one(question: Question, gpus: int, is_json: bool) -> int:
+def _one(question: PlanQuestion, gpus: int, is_json: bool) -> int:
     plan = _plan(question, gpus)
     flags = _flags(question, plan.best)
     if is_json:
@@ -152,7 +153,7 @@ def _one(question: Question, gpus: int, is_json: bool) -> int:
     return 0
 
 
-def _table(question: Question, sizes: range, is_json: bool) -> int:
+def _table(question: PlanQuestion, sizes: range, is_json: bool) -> int:
     lines: list[dict[str, Any]] = []
     for gpus in sizes:
         try:
@@ -177,7 +178,7 @@ def _table(question: Question, sizes: range, is_json: bool) -> int:
 
 
 def _content(
-    question: Question, gpus: int, plan: LayoutPlan, flags: tuple[str, ...]
+    question: PlanQuestion, gpus: int, plan: LayoutPlan, flags: tuple[str, ...]
 ) -> dict[str, Any]:
     return {
         "gpus": gpus,
@@ -207,7 +208,7 @@ def _estimate(one: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
+def _flags(question: PlanQuestion, best: Estimate) -> tuple[str, ...]:
     """Return what a Megatron-LM script is given for the layout, or what a DeepSpeed configuration
     states."""
     if question.deepspeed is not None:
@@ -227,7 +228,7 @@ def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
     return flags
 
 
-def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
+def _settings(question: PlanQuestion, best: Estimate) -> tuple[str, ...]:
     layout, batch = best.layout, question.work.global_batch
     degrees, micro = layout.degrees, layout.micro_batch
     # AutoTP's ranks count as replicas.
@@ -244,7 +245,7 @@ def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _trust(question: Question, plan: LayoutPlan) -> str:
+def _trust(question: PlanQuestion, plan: LayoutPlan) -> str:
     rows = question.calibration.rows
     if not rows:
         return "never measured here: from the table of devices alone; --calibrate FIT.csv says more"
@@ -285,16 +286,13 @@ def _stages(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
-def _recomputes(text: str) -> tuple[str, ...]:
-    if not set(text.split(",")) <= set(RECOMPUTES):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(RECOMPUTES)}")
-    return tuple(kind for kind in RECOMPUTES if kind in text.split(","))
+def _some_of(kinds: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
+        if not set(text.split(",")) <= set(kinds):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(kinds)}")
+        return tuple(kind for kind in kinds if kind in text.split(","))
 
-
-def _offloads(text: str) -> tuple[str, ...]:
-    if not set(text.split(",")) <= set(OFFLOADS):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(OFFLOADS)}")
-    return tuple(kind for kind in OFFLOADS if kind in text.split(","))
+    return read
 
 
 def _range(text: str) -> range:

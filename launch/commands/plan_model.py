@@ -56,7 +56,7 @@ _LLAMA = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanQuestion:
     """What is to be planned."""
 
     work: Workload
@@ -70,7 +70,7 @@ class Question:
     """The configuration of a DeepSpeed job that it names."""
 
 
-def read_question(args: argparse.Namespace) -> Question:
+def read_question(args: argparse.Namespace) -> PlanQuestion:
     """Read the model, the devices and what was measured.
 
     Raises:
@@ -85,15 +85,15 @@ def read_question(args: argparse.Namespace) -> Question:
     calibration = read_calibration(args.calibrate, device, args.source)
     if found is not None:
         work, limits, choices = _of_deepspeed(script, found.content, args)
-        return Question(work, device, limits, choices, calibration, deepspeed=found.content)
+        return PlanQuestion(work, device, limits, choices, calibration, deepspeed=found.content)
     if script:
         work, limits, choices, arguments = _of_script(script, args)
-        return Question(work, device, limits, choices, calibration, arguments)
+        return PlanQuestion(work, device, limits, choices, calibration, arguments)
     work = _work(_stored_model(args.model, args.seq_length, args.vocab), args)
     # No framework is named: as Megatron-LM may divide batch and layers.
     limits = limits_of(work, has_uneven_shares=True, has_uneven_stages=True)
     choices = Choices(offload=("none", *OFFLOAD_FRACTIONS))
-    return Question(work, device, limits, _narrowed(choices, args), calibration)
+    return PlanQuestion(work, device, limits, _narrowed(choices, args), calibration)
 
 
 def read_table(path: Path) -> tuple[Row, ...]:

@@ -69,24 +69,17 @@ def picture(
     rows = max(len(old.shown), len(new.shown))
     cut = max(len(old.hosts), len(new.hosts)) > MOST_HOSTS
     height = _TOP + rows * _ROW + (22 if cut else 0) + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12" fill="{INK}">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{_WIDTH}" height="{height}" fill="{PAPER}"/>',
-        _text(20, 26, title, size=18),
-        _text(20, 48, _summary(change)),
-    ]
+    parts = [svg_text(20, 48, _summary(change))]
     for side, when in ((old, "before"), (new, "after")):
-        parts.append(_text(side.left, 78, f"{when}: {side.layout.degrees}"))
+        parts.append(svg_text(side.left, 78, f"{when}: {side.layout.degrees}"))
         parts += _stages(side)
     if change is not None:
         parts += _flows(old, new, change)
     for side, other, gone in ((old, new, lost), (new, old, frozenset[str]())):
         parts += _hosts(side, other, gone, change)
     legend = "A square is a rank, its colour the pipeline stage; bytes of pale lines stay on their "
-    parts.append(_text(20, height - 12, legend + "host, those of orange ones cross."))
-    return "\n".join([*parts, "</svg>", ""])
+    parts.append(svg_text(20, height - 12, legend + "host, those of orange ones cross."))
+    return svg(_WIDTH, height, title, parts)
 
 
 def _summary(change: Reconfiguration | None) -> str:
@@ -168,10 +161,10 @@ def _stages(side: _Side) -> list[str]:
         parts.append(
             f'<rect x="{left}" y="86" width="9" height="9" fill="{_colour(stage, stages)}"/>'
         )
-        parts.append(_text(left + 11, 95, str(stage), size=10))
+        parts.append(svg_text(left + 11, 95, str(stage), size=10))
     if stages > _MOST_STAGES:
         left = side.left + _MOST_STAGES * _STAGE
-        parts.append(_text(left, 95, f"... {stages - 1}", size=10))
+        parts.append(svg_text(left, 95, f"... {stages - 1}", size=10))
     return parts
 
 
@@ -198,13 +191,12 @@ def _hosts(
             if name not in others:
                 words += ", new" if is_after else ", leaves"
             words += f", {_crossing(change, name, is_after=is_after)}"
-        parts.append(
-            _text(side.left, top + _CELL + 12, words, size=11, fill=LOST if name in gone else INK)
-        )
+        fill = LOST if name in gone else INK
+        parts.append(svg_text(side.left, top + _CELL + 12, words, size=11, fill=fill))
     rest = len(side.hosts) - MOST_HOSTS
     if rest > 0:
         parts.append(
-            _text(side.left, _TOP + MOST_HOSTS * _ROW + 10, f"{rest} more hosts are not drawn")
+            svg_text(side.left, _TOP + MOST_HOSTS * _ROW + 10, f"{rest} more hosts are not drawn")
         )
     return parts
 
@@ -249,8 +241,25 @@ def _rgb(hue: float, saturation: float, light: float) -> str:
     return f"#{part(0):02x}{part(8):02x}{part(4):02x}"
 
 
-def _text(x: float, y: float, words: str, *, size: int = 12, fill: str = INK) -> str:
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}">{escape(words)}</text>'
+def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    """Return a picture of these elements below its title."""
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12" fill="{INK}">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+        svg_text(20, 26, title, size=18),
+    ]
+    return "\n".join([*head, *parts, "</svg>", ""])
+
+
+def svg_text(
+    x: float, y: float, words: str, *, size: int = 12, fill: str = INK, anchor: str = "start"
+) -> str:
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}" text-anchor="{anchor}">'
+        f"{escape(words)}</text>"
+    )
 
 
 def sized(size_bytes: int) -> str:

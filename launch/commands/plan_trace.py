@@ -28,7 +28,7 @@ from scalai.core.planner.trace_replay import (
     build_case,
     replay,
 )
-from scalai.launch.commands.plan_model import Question
+from scalai.launch.commands.plan_model import PlanQuestion
 
 MINUTE = 60.0
 MOST_BYTES = 10_000_000
@@ -85,7 +85,7 @@ def is_asked(args: argparse.Namespace) -> bool:
     return True
 
 
-def run_trace(question: Question, args: argparse.Namespace) -> int:
+def run_trace(question: PlanQuestion, args: argparse.Namespace) -> int:
     """Replay the trace and report each policy's result.
 
     Raises:
@@ -149,7 +149,9 @@ def _table(entries: list[tuple[int, DegreeRequest]] | None) -> dict[int, DegreeR
     return found
 
 
-def _print(question: Question, trace: Trace, case: TraceCase, found: tuple[Replayed, ...]) -> None:
+def _print(
+    question: PlanQuestion, trace: Trace, case: TraceCase, found: tuple[Replayed, ...]
+) -> None:
     sizes = trace.sizes
     some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
     print(
@@ -194,7 +196,11 @@ def _ran(one: Replayed) -> list[str]:
 
 
 def _content(
-    question: Question, trace: Trace, case: TraceCase, prices: Prices, found: tuple[Replayed, ...]
+    question: PlanQuestion,
+    trace: Trace,
+    case: TraceCase,
+    prices: Prices,
+    found: tuple[Replayed, ...],
 ) -> dict[str, Any]:
     return {
         "device": question.device.name,

@@ -34,7 +34,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
-from scalai.core.dataset.table import DatasetTable
+from scalai.core.dataset.table import DatasetTable, expect
 from scalai.core.degrees.degrees import DegreeRequest, ModelLimits, parse_request
 from scalai.core.degrees.passes import MEMORY_PARTS, RECOMPUTES, SPEED_PARTS
 from scalai.core.degrees.policy import DegreePolicy, Preferring, Rule
@@ -94,14 +94,14 @@ class StoreConfig:
     durable_every_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        _expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
+        expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
         every = self.snapshot_every
         is_every = every == AUTO if isinstance(every, str) else 0 <= every <= MOST_STEPS
         steps = f"0 to {MOST_STEPS} steps, or {AUTO!r}"
-        _expect(is_every, "snapshot_every", every, steps)
-        _expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
+        expect(is_every, "snapshot_every", every, steps)
+        expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
         every_s = self.durable_every_s
-        _expect(every_s >= 0, "durable_every_s", every_s, "0 or more seconds")
+        expect(every_s >= 0, "durable_every_s", every_s, "0 or more seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +140,19 @@ class ResizeConfig:
 
     def __post_init__(self) -> None:
         policies = "one of " + ", ".join(POLICIES)
-        _expect(self.prove_function in POLICIES, "prove_function", self.prove_function, policies)
+        expect(self.prove_function in POLICIES, "prove_function", self.prove_function, policies)
         policies = "one of " + ", ".join(STANDBY)
-        _expect(self.standby in STANDBY, "standby", self.standby, policies)
+        expect(self.standby in STANDBY, "standby", self.standby, policies)
         for name in ("coordinator_timeout_s", "start_timeout_s", "drain_timeout_s"):
-            _expect(getattr(self, name) > 0, name, getattr(self, name), "> 0 seconds")
-        _expect(self.hang_s >= 0, "hang_s", self.hang_s, "0 or more seconds")
-        _expect(self.silent_s >= 3, "silent_s", self.silent_s, "3 or more seconds")
-        _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
+            expect(getattr(self, name) > 0, name, getattr(self, name), "> 0 seconds")
+        expect(self.hang_s >= 0, "hang_s", self.hang_s, "0 or more seconds")
+        expect(self.silent_s >= 3, "silent_s", self.silent_s, "3 or more seconds")
+        expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         sizes = self.allowed_sizes
         is_ascending = all(1 <= size for size in sizes) and list(sizes) == sorted(set(sizes))
-        _expect(is_ascending, "allowed_sizes", list(sizes), "world sizes of 1 or more, ascending")
+        expect(is_ascending, "allowed_sizes", list(sizes), "world sizes of 1 or more, ascending")
         least = self.min_model_parallel
-        _expect(least is None or least >= 1, "min_model_parallel", least, "1 or more")
+        expect(least is None or least >= 1, "min_model_parallel", least, "1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ class ProbeConfig:
     health_check: str | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.kind in PROBE_KINDS, "kind", self.kind, "one of " + ", ".join(PROBE_KINDS))
-        _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        expect(self.kind in PROBE_KINDS, "kind", self.kind, "one of " + ", ".join(PROBE_KINDS))
+        expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
         _check_words(self.health_check)
         for kind, value in (("command", self.command), ("file", self.file)):
             if (self.kind == kind) != (value is not None):
@@ -231,7 +231,7 @@ class PreemptionConfig:
 
     def __post_init__(self) -> None:
         parsed = self.parsed()
-        _expect(len(set(parsed)) == len(parsed), "sources", list(self.sources), "each once")
+        expect(len(set(parsed)) == len(parsed), "sources", list(self.sources), "each once")
 
     def parsed(self) -> tuple[NoticeSource, ...]:
         return tuple(map(parse_source, self.sources))
@@ -270,12 +270,12 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         _expect_some("may_change", self.may_change, SPEED_PARTS)
         _expect_some("memory_may_change", self.memory_may_change, MEMORY_PARTS)
-        _expect(self.kind in PLANNERS, "kind", self.kind, "one of " + ", ".join(PLANNERS))
+        expect(self.kind in PLANNERS, "kind", self.kind, "one of " + ", ".join(PLANNERS))
         is_size = self.host_memory_gb is None or self.host_memory_gb > 0
-        _expect(is_size, "host_memory_gb", self.host_memory_gb, "a number above 0")
-        _expect(self.shares in SHARES, "shares", self.shares, "one of " + ", ".join(SHARES))
+        expect(is_size, "host_memory_gb", self.host_memory_gb, "a number above 0")
+        expect(self.shares in SHARES, "shares", self.shares, "one of " + ", ".join(SHARES))
         kinds = "one of " + ", ".join(RECOMPUTES)
-        _expect(self.recompute in RECOMPUTES, "recompute", self.recompute, kinds)
+        expect(self.recompute in RECOMPUTES, "recompute", self.recompute, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +298,10 @@ class DeepSpeedConfig:
     def __post_init__(self) -> None:
         for key, stage in self.zero_stage.items():
             is_world = key == "default" or (key.isdecimal() and int(key) > 0)
-            _expect(is_world, "zero_stage", key, "a number of ranks or default")
-            _expect(0 <= stage <= 3, f"zero_stage.{key}", stage, "0, 1, 2 or 3")
+            expect(is_world, "zero_stage", key, "a number of ranks or default")
+            expect(0 <= stage <= 3, f"zero_stage.{key}", stage, "0, 1, 2 or 3")
         orders = "one of " + ", ".join(DATA_ORDERS)
-        _expect(self.data_order in DATA_ORDERS, "data_order", self.data_order, orders)
+        expect(self.data_order in DATA_ORDERS, "data_order", self.data_order, orders)
 
     def stage_on(self, world_size: int) -> int | None:
         """ZeRO stage on so many ranks; None: the stage of DeepSpeed's configuration."""
@@ -534,13 +534,8 @@ def _check_words(command: str | None) -> None:
         is_command = command is None or bool(shlex.split(command))
     except ValueError:  # a quotation has no end
         is_command = False
-    _expect(is_command, "health_check", command, "a command, such as '/opt/check --quick'")
+    expect(is_command, "health_check", command, "a command, such as '/opt/check --quick'")
 
 
 def _expect_some(name: str, found: tuple[str, ...], known: tuple[str, ...]) -> None:
-    _expect(set(found) <= set(known), name, list(found), f"some of {', '.join(known)}")
-
-
-def _expect(is_met: bool, name: str, found: object, expected: str) -> None:
-    if not is_met:
-        raise UsageError(f"{name} = {found!r}; expected {expected}.")
+    expect(set(found) <= set(known), name, list(found), f"some of {', '.join(known)}")

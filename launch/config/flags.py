@@ -239,8 +239,7 @@ def _add_changes(add: Callable[..., None]) -> None:
         help="begin anew and give up the job's state; on every host")  # fmt: skip
     add("--check-elastic", action="store_true",
         help="print the axes free to change and the degrees for every world, and exit")  # fmt: skip
-    add("--json", dest="is_json", action="store_true",
-        help="with --check-elastic: one JSON object")  # fmt: skip
+    add("--json", dest="is_json", action="store_true", help="with --check-elastic: one JSON object")
 
 
 def _add_machines(add: Callable[..., None]) -> None:

@@ -32,18 +32,13 @@ class Options:
     """Whether the job has this one agent, which joins no job that runs already."""
     max_restarts: int | None
     """Failures that the job survives; resizes are none."""
-    monitor_interval: float
-    start_method: str
     role: str
     is_module: bool
     log_dir: str | None
     redirects: str
     tee: str
-    local_ranks_filter: str
     local_addr: str | None
     signals_to_handle: str
-    shutdown_timeout: int | None = None
-    """torchrun has it since torch 2.12."""
     elastic: str | None = None
     """Path of the elastic configuration; None: the framework is not hooked."""
     coordinator_lease: str | None = None

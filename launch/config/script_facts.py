@@ -84,7 +84,6 @@ class Told:
     """Known facts of a DeepSpeed job.
 
     Attributes:
-        config: Its configuration.
         micro_batch_size: Samples of a pass; None: not stated, and no round yet.
     """
 

@@ -21,11 +21,7 @@ Manifests = Mapping[bytes | BroughtPart, HostManifest]
 
 
 class AgentEvents:
-    """Handles reports: keeps the coordinator's part, and feeds the law.
-
-    Args:
-        live: The job.
-    """
+    """Handles reports: keeps the coordinator's part, and feeds the law."""
 
     def __init__(self, live: LiveJob) -> None:
         self._live = live

@@ -180,7 +180,6 @@ def watch_orders(
     path: Path,
     obey: Callable[[Order], str],
     refused: Callable[[str], object],
-    look_s: float = LOOK_S,
 ) -> None:
     """Read orders in a thread of its own: the file's disk may hang."""
 
@@ -193,6 +192,6 @@ def watch_orders(
             except Exception as error:  # our own slip, or a folder that is gone
                 log.warning("event=control_failed path=%s %r", path, error)
                 time.sleep(60.0)
-            time.sleep(look_s)
+            time.sleep(LOOK_S)
 
     threading.Thread(target=serve, name="control-file", daemon=True).start()

@@ -84,13 +84,8 @@ class Desk:
     Args:
         spec: The job; agents with another one are refused.
         interface: Address of the workers' rendezvous.
-        stores: Rendezvous stores of the rounds.
-        say: Takes log lines.
         patience: Waits for absent agents.
-        term: Number of this coordinator.
-        is_successor: It replaces a lost one.
         probe: Detects ended agents; None: no detection.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         live: The job; callers hold ``lock``.
@@ -188,7 +183,7 @@ class Desk:
             raise
 
     def note_refusal(self, who: str, asked: str, why: str) -> None:
-        """Record a request that was not carried out."""
+        """Record a request that was not carried out. Any thread may call it."""
         self._refusal = Refusal(who, asked, why, time.time())
 
     def _refused(self, who: str, asked: str, why: str) -> None:

@@ -119,7 +119,6 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     another host; other hosts wait for it.
 
     Args:
-        spec: The job.
         token: The job's secret, if a person gave one.
 
     Raises:
@@ -340,12 +339,8 @@ def start_coordinator(
     """Start a coordinator that outlives this agent, and wait for its answer.
 
     Args:
-        spec: The job.
-        folder: The job's folder on this machine.
         endpoint: Address for the coordinator; None: this machine, any port.
         token: The job's secret; None: a new one.
-        term: Number of the coordinator.
-        is_successor: It replaces a dead one.
         succeeds: Machine of the predecessor, if agents of the job still live.
     """
     token = token or secrets.token_hex(32)
@@ -401,7 +396,6 @@ def one_at_a_time(folder: Path, *, is_patient: bool = True) -> Iterator[None]:
     """Keep two agents of one machine from both starting a coordinator.
 
     Args:
-        folder: The job's folder.
         is_patient: Wait for the other agent, and make a missing folder.
 
     Raises:

@@ -54,7 +54,6 @@ class ReaderQueue(Generic[Item]):
     """Takes items in a thread of its own; what does not fit in the queue is left out.
 
     Args:
-        name: Name of the thread.
         take: Called with each item.
         most: Most items that wait.
     """

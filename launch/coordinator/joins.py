@@ -34,7 +34,6 @@ class Admission:
 
     Args:
         spec: The job; agents of another one are refused.
-        live: The running job.
     """
 
     def __init__(self, spec: JobSpec, live: LiveJob) -> None:
@@ -46,8 +45,6 @@ class Admission:
         """Admit an agent.
 
         Args:
-            peer: Its connection.
-            join: Its call.
             read: Its manifests.
             spec: The job by its command line.
             replaces: It replaces another, lost agent of its host.

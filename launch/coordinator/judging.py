@@ -23,10 +23,7 @@ class Judge:
     """Unites and numbers parts of snapshots; the answers go to the law.
 
     Args:
-        generations: The parts.
-        members: The hosts.
         commit: Numbers a whole snapshot. Raises ``ProofError`` if replicas differ.
-        log: Takes log lines.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class Judge:
 
         Args:
             reason: "start" or "snapshot".
-            snapshot: Name of the snapshot.
             seconds: Its cost on the slowest host, by part.
         """
         held = self._generations.sealed_parts(snapshot, self._members.hosts())

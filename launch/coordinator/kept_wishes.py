@@ -22,7 +22,6 @@ class KeptWishes:
     """Records kept by hosts for the next coordinator. Callers hold the lock of the members.
 
     Args:
-        members: The hosts.
         sizing: Persons' requests.
         recalled: Called when requests to an earlier coordinator take effect.
     """
@@ -60,7 +59,6 @@ class KeptWishes:
         Requests to the earlier coordinator now hold, unless persons have asked this one.
 
         Args:
-            known: The record.
             has_begun: The job has had a round.
             is_own: The host was in the job before. Only such a host has this coordinator's own
                 records: a coordinator without a card may repeat an earlier term.

@@ -71,11 +71,9 @@ def await_holder(
     """Wait until nobody holds a register, or its holder has answered.
 
     Args:
-        register: The register.
         call: Calls the holder; None: no answer.
         refuse: Ends the wait for a living, silent holder by raising; gets its entry and the seconds
             since its renewal.
-        clock: Monotonic clock, in seconds.
         pause: Waits for so many seconds.
 
     Returns:
@@ -113,7 +111,7 @@ def await_ownership(
     Args:
         register: The directory's register.
         root: The durable directory.
-        clock, pause: As in ``await_holder``.
+        pause: As in ``await_holder``.
         found: Looks whether this is the run of a coordinator found elsewhere meanwhile.
 
     Returns:
@@ -159,7 +157,6 @@ class Lease:
         waits_over: Term of a lost coordinator of this run. ``keep`` claims once the register
             answers, at once over an entry of at most this term; nobody waits for it. None: claim
             now.
-        clock: Monotonic clock, in seconds.
 
     Raises:
         UsageError: Another coordinator has claimed the term.

@@ -68,14 +68,8 @@ class LiveJob:
     """The job's state and its collaborators in the coordinator. One thread at a time calls it.
 
     Args:
-        spec: The job.
         interface: Address of the workers' rendezvous.
-        stores: Rendezvous stores of the rounds.
-        say: Takes log lines.
         lock: Held by callers.
-        term: Number of this coordinator.
-        clock: Monotonic clock, in seconds.
-        is_successor: It replaces a lost one.
         may_retire: Whether no other run can read the durable directory.
         is_alone: Whether no other machine can have the job's next coordinator.
     """

@@ -17,12 +17,7 @@ from scalai.launch.coordinator.sizing import Sizing
 
 
 class Calibrating:
-    """Measures the steps and changes of a job.
-
-    Args:
-        sizing: The job's sizes.
-        clock: Monotonic clock, in seconds.
-    """
+    """Measures the steps and changes of a job."""
 
     def __init__(self, sizing: Sizing, clock: Callable[[], float] = time.monotonic) -> None:
         self._sizing, self._clock = sizing, clock
@@ -70,14 +65,7 @@ class Planned(Protocol):
 
 
 class LookAhead:
-    """Runs one computation at a time; of later requests only the newest waits.
-
-    Args:
-        live: The job.
-        lock: Lock of the job.
-        say: Takes log lines.
-        clock: Monotonic clock, in seconds.
-    """
+    """Runs one computation at a time; of later requests only the newest waits."""
 
     def __init__(
         self,

@@ -107,9 +107,6 @@ class PortProbe:
     A refused connection proves the loss of an agent with its workers, if it was reachable before;
     else a firewall may refuse. Silence proves nothing, nor does a listener without the token: it
     may be the agent behind a relay.
-
-    Args:
-        token: The job's secret.
     """
 
     def __init__(self, token: bytes) -> None:
@@ -184,7 +181,6 @@ class AgentLosses:
     """Looks at all agents at intervals, and loses dead ones. Callers hold the coordinator's lock.
 
     Args:
-        live: The job.
         patience: Waits for absent agents.
         probe: Detects ended agents; None: no detection.
     """

@@ -146,8 +146,6 @@ class Members:
 
     Args:
         lock: Held by callers, except for ``in_hand``.
-        term: Number of this coordinator.
-        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -321,7 +319,6 @@ def job_end(
     """The end of a job.
 
     Args:
-        code: Exit code.
         reason: Reason for the agents' logs.
         round: Last round; 0: the job has not begun.
         finished_step: Step of the script's end.

@@ -17,7 +17,7 @@ from prometheus_client import disable_created_metrics as _without_created
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from scalai.core.jsonable import Json
-from scalai.launch.coordinator.sight import Sight
+from scalai.launch.coordinator.sight import JobSight
 from scalai.launch.coordinator.spending import REASONS, TRAINS
 from scalai.launch.coordinator.timeline import PHASES
 from scalai.launch.log_events import LogEvent
@@ -51,7 +51,7 @@ class Metric:
 
     kind: type[Any]
     about: str
-    see: Callable[[Sight], float | Mapping[str, float] | None] | None = None
+    see: Callable[[JobSight], float | Mapping[str, float] | None] | None = None
     labels: Mapping[str, Iterable[str]] = field(default_factory=dict)
     buckets: tuple[float, ...] = SECONDS
 
@@ -61,7 +61,7 @@ class Metric:
         return self.kind(f"scalai_{name}", self.about, labels, registry=registry, **how)
 
 
-def _degrees(now: Sight) -> dict[str, float]:
+def _degrees(now: JobSight) -> dict[str, float]:
     return {axis: now.degrees.get(axis, 1 if now.degrees else 0) for axis in _AXES}
 
 
@@ -127,7 +127,7 @@ class Meters:
         self.registry = CollectorRegistry(auto_describe=True)
         self._job, self._lock = job, threading.Lock()
         self._metrics = {name: each.make(name, self.registry) for name, each in METERS.items()}
-        self._before: Sight | None = None
+        self._before: JobSight | None = None
         self._stepped_at: float | None = None
         """Time of the newest step of the present round; None: it has none."""
         self._archived_at: float | None = None
@@ -191,14 +191,14 @@ class Meters:
 
     # ------------------------------------------------------------------ looks
 
-    def see(self, sight: Sight) -> None:
+    def see(self, sight: JobSight) -> None:
         """Note the job at a later moment."""
         with self._lock:
             before, self._before = self._before, sight
             self._count(before, sight)
             self._show(sight)
 
-    def _count(self, before: Sight | None, now: Sight) -> None:
+    def _count(self, before: JobSight | None, now: JobSight) -> None:
         """Count steps and seconds since the look before."""
         for use, seconds in now.seconds.items():
             more = max(0.0, seconds - (before.seconds[use] if before else 0.0))
@@ -221,7 +221,7 @@ class Meters:
             for _ in range(min(made, MOST_STEPS)):
                 self._at("step_seconds").observe((now.at - since) / made)
 
-    def _show(self, now: Sight) -> None:
+    def _show(self, now: JobSight) -> None:
         for name, meter in METERS.items():
             found = None if meter.see is None else meter.see(now)
             if isinstance(found, Mapping):

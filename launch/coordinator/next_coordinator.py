@@ -65,7 +65,6 @@ class _Lookout:
     search for a coordinator, and until the register is known to be the coordinator's.
 
     Args:
-        register: The register.
         is_told: A person named the register, so it is the coordinator's. A durable directory counts
             only after a renewal seen by this host: it may be a disk of its own.
     """
@@ -75,7 +74,7 @@ class _Lookout:
         self._is_silent: Callable[[], bool] = lambda: False
         self._searches, self._due = False, threading.Event()
         self._last, self.is_known = _Seen(), is_told
-        self._is_running = False
+        self._is_running = self._is_over = False
 
     def begin(self, is_silent: Callable[[], bool] | None = None) -> None:
         """Look from now on, also while the coordinator is silent (``is_silent``)."""
@@ -83,6 +82,11 @@ class _Lookout:
         if not self._is_running:
             self._is_running = True
             threading.Thread(target=self._look, name="lease-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_over = True
+        self._due.set()
 
     def search(self, *, is_on: bool) -> None:
         """Look more often, and at once; or as before."""
@@ -98,7 +102,7 @@ class _Lookout:
 
     def _look(self) -> None:
         began, has_said, before = time.monotonic(), False, None
-        while True:
+        while not self._is_over:
             if self._searches or not self.is_known or self._is_silent():
                 try:
                     entry, unchanged_s = self._watch.look()
@@ -114,7 +118,7 @@ class _Lookout:
                     "event=lease register='%s': the coordinator's entry is not seen there, so this "
                     "host cannot take its place. Is --durable-dir a disk of this host's own?",
                     self._register,
-                )  # fmt: skip
+                )
             self._due.wait(LOOK_S * 4 if self._searches else RENEW_S)
             self._due.clear()
 
@@ -129,7 +133,6 @@ class Succession:
     """One agent's way to the next coordinator.
 
     Args:
-        spec: The job.
         interface: Address for a coordinator here after one of another host.
         is_leaving: Whether this host will be taken away, with a coordinator on it.
     """
@@ -151,12 +154,16 @@ class Succession:
         if self._lookout is not None:
             self._lookout.begin(is_silent)
 
+    def close(self) -> None:
+        """Watch no more."""
+        if self._lookout is not None:
+            self._lookout.close()
+
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
         """Find the job's next coordinator, once it answers.
 
         Args:
             place: The lost coordinator.
-            term: Its number.
             is_over: Set when nobody needs a coordinator any more.
 
         Raises:

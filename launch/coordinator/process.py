@@ -140,13 +140,7 @@ def open_coordinator(
     """Listen, and take the job's lease and durable directory, if it has them.
 
     Args:
-        spec: The job.
-        folder: The job's folder on this machine.
-        address: Address to listen at.
-        token: The job's secret.
-        term: Number of this coordinator.
         alone_s: Wait for agents, in seconds.
-        is_successor: It replaces a lost coordinator.
         succeeds: Machine of the predecessor, as in ``start_coordinator``. "here" skips the wait for
             the lease's register; any predecessor skips that for the durable directory.
 

@@ -54,7 +54,6 @@ class LeaseEntry:
     """A register's entry of a coordinator.
 
     Attributes:
-        term: Number of the coordinator.
         host, port: Its address; "" for a torn entry.
         beat: Value changed by each renewal.
         is_over: The job has ended, or its coordinator has left without a successor.
@@ -131,7 +130,6 @@ class FolderRegister:
 
     Args:
         root: Folder above the job's own.
-        job: Name of the job.
         flag: Option to choose another folder, for messages.
     """
 
@@ -294,10 +292,6 @@ class EtcdRegister:
 class KubernetesRegister:
     """The entry as an annotation of one Lease (``coordination.k8s.io/v1``) of the pod's namespace;
     an update names the version that it replaces.
-
-    Args:
-        api: The API server.
-        job: Name of the job.
     """
 
     def __init__(self, api: KubernetesApi, job: str) -> None:

@@ -46,7 +46,6 @@ class RendezvousStores:
 
     Args:
         interface: Address of the stores.
-        say: Takes log lines.
         linger_s: Life of the process without coordinator and clients, in seconds: workers may be
             about to connect.
         open_s: Time for a ready process to open a store, in seconds; then another process is asked.

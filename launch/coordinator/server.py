@@ -44,11 +44,10 @@ class Coordinator(Desk):
         spec: The job; agents with another one are refused.
         address: (interface, port) to listen at; port 0: a free one.
         token: The job's secret; callers without it are not heard.
-        say: Takes log lines.
         alone_s: Wait for a first or another agent before it ends, in seconds.
         patience: Waits for absent agents.
         stores: Rendezvous stores; None: a process of its own.
-        term, is_successor, probe, clock: As in ``Desk``.
+        probe: As in ``Desk``.
     """
 
     def __init__(
@@ -96,6 +95,7 @@ class Coordinator(Desk):
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S,
                 ports=spec.ports,
+                refused=lambda client, why: self.note_refusal(client, "to connect", why),
             )  # fmt: skip
         except PeerError:
             self._stores.end()

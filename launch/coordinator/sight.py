@@ -10,7 +10,7 @@ from scalai.launch.coordinator.live_job import LiveJob
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class JobSight:
     """A job at one moment.
 
     Attributes:
@@ -57,7 +57,7 @@ class Lookout:
         self._live = live
         self._known: tuple[object, float | None, int] = (None, None, 0)
 
-    def look(self) -> Sight:
+    def look(self) -> JobSight:
         live = self._live
         job, active = live.state, live.active()
         leaving = frozenset(name for name, host in job.hosts.items() if host.is_leaving)
@@ -65,7 +65,7 @@ class Lookout:
         workers = {name: n for name, n in current.workers if name in job.hosts} if current else {}
         slots = sum(count for _, count in staying(job))
         made, size = self._made()
-        return Sight(
+        return JobSight(
             at=live.clock(),
             seconds=dict(live.spending.seconds),
             is_training=job.phase in TRAINING,

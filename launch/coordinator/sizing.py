@@ -52,12 +52,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class GuardedPlanner:
-    """Asks a planner and logs its unexpected errors.
-
-    Attributes:
-        planner: The planner.
-        say: Takes log lines.
-    """
+    """Asks a planner and logs its unexpected errors."""
 
     planner: Preferring
     say: Callable[[str], object]
@@ -110,12 +105,7 @@ class Sizing:
     """Inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
 
     def __init__(self, spec: JobSpec, say: Callable[[str], object] = lambda line: None) -> None:
-        """Start with a person's settings.
-
-        Args:
-            spec: The job.
-            say: Takes log lines.
-        """
+        """Start with a person's settings."""
         facts, self._say = spec.script, say
         self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy

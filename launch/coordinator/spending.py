@@ -24,7 +24,6 @@ def use_of(job: Job, kind: Kind) -> str | None:
     """What the present time goes into; None: the job is over.
 
     Args:
-        job: The job.
         kind: Of the present or the newest change.
     """
     phase = job.phase

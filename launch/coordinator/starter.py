@@ -46,7 +46,6 @@ class Starter:
     """Commands agents to start workers, and opens their meeting point.
 
     Args:
-        run: The job.
         interface: Address of the workers' meeting point.
         stores: Rendezvous stores at this address.
         lock: Lock of the job; callers hold it.

@@ -40,9 +40,7 @@ class JobReaders:
     """The readers that a job's command line names.
 
     Args:
-        spec: The job.
         interface: Address that the coordinator listens at.
-        clock: Monotonic clock, in seconds.
     """
 
     def __init__(

@@ -48,8 +48,6 @@ class Checkpoints:
     """``load_checkpoint``, ``save_checkpoint`` and ``reload_states`` of one engine.
 
     Args:
-        engine: The engine in the job.
-        session: This worker's session.
         clocks: Position in the data.
         replay: Position of a pipeline's script.
         beside: State and actions of the script beside the engine.

@@ -165,7 +165,6 @@ class DeepSpeedState:
     cuts of their parameters. Nothing else here communicates.
 
     Args:
-        engine: Engine from ``deepspeed.initialize``.
         seed: The job's seed. In another layout, new RNG states begin from it and the step.
 
     Raises:

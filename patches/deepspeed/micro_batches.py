@@ -7,11 +7,9 @@ If the script counts micro-batches itself, DeepSpeed does not: a step has the sc
 micro-batches, whatever the configuration says. In a round with other replicas a number of the
 script's own is wrong. So is a sum of losses without a division by their number.
 
-Where replicas have uneven shares of the micro-batches, all make equally many passes. The last one
-of a replica with one micro-batch less is a filler, which DeepSpeed's collectives need: its gradient
-has the factor zero, its loss counts nowhere. The gradients of all others have one factor, so that
-each micro-batch counts alike. Where shares are even, nothing of it is wrapped. In a pipeline slower
-replicas may make fewer passes by measured paces, without fillers.
+Uneven shares (``core.degrees.batches``): the gradient of a filler has the factor zero, and its loss
+counts nowhere; the gradients of all others have one factor. Where shares are even, nothing of it is
+wrapped. In a pipeline slower replicas may make fewer passes by measured paces, without fillers.
 
 Source: deepspeed/runtime/dataloader.py, runtime/pipe/engine.py, ``backward``, ``step``,
 ``set_gradient_accumulation_boundary`` and ``no_sync`` of runtime/engine.py, 0.16.9 to 0.19.8.

@@ -30,7 +30,6 @@ class StepNumbers:
 
     Args:
         engine: The engine, before further hooks of its methods.
-        version: DeepSpeed's version.
     """
 
     def __init__(self, engine: Any, version: str, *, is_pipeline: bool) -> None:

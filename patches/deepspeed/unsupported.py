@@ -145,7 +145,6 @@ def refuse_unfit_stages(
         config: DeepSpeed's configuration.
         stages: Stages from ``stages_of`` of ``converters/deepspeed/validity.py``.
         before: Stage of the round before; None: this is the first.
-        version: DeepSpeed's version.
 
     Raises:
         RefusedError: The losses would fork.

@@ -93,12 +93,7 @@ _CARRIED = frozenset(("AcceleratedScheduler", "AcceleratedOptimizer", "DataLoade
 
 @cache
 def install(get_session: Callable[[], Session], engines: EngineHooks) -> "LoopHooks":
-    """Hook ``accelerate`` when it is imported, once a process.
-
-    Args:
-        get_session: Returns this worker's session.
-        engines: The hooks of the engine.
-    """
+    """Hook ``accelerate`` when it is imported, once a process."""
     hooks = LoopHooks(get_session, engines)
     wrapt.register_post_import_hook(hooks.hook_accelerator, "accelerate.accelerator")
     wrapt.register_post_import_hook(hooks.hook_scheduler, "accelerate.scheduler")

@@ -76,7 +76,6 @@ def check_ranks(session: Session, counted: int, who: str) -> None:
     """Check a trainer's number of data-parallel ranks.
 
     Args:
-        session: This worker's.
         counted: Processes counted by the trainer.
         who: Name of the trainer, for the message.
 
@@ -94,7 +93,6 @@ def round_batches(session: Session, micro_batch_size: int, accumulation: int, wh
     """Return this round's micro-batches.
 
     Args:
-        session: This worker's.
         micro_batch_size, accumulation: The script's, of the first round.
         who: Name of the trainer, for the message.
 

@@ -174,12 +174,7 @@ _IN_MEMORY = "the generation"
 
 @cache
 def install(get_session: Callable[[], Session], engines: EngineHooks) -> "TrainerHooks":
-    """Hook ``transformers`` when it is imported, once a process.
-
-    Args:
-        get_session: Returns this worker's session.
-        engines: The hooks of the engine.
-    """
+    """Hook ``transformers`` when it is imported, once a process."""
     hooks = TrainerHooks(get_session, engines)
     wrapt.register_post_import_hook(hooks.hook_config, "transformers.integrations.deepspeed")
     wrapt.register_post_import_hook(hooks.hook_trainer, "transformers.trainer")

@@ -47,10 +47,6 @@ log = logging.getLogger(__name__)
 class MountedReader:
     """Megatron's ``_BinReader``: the tokens at any byte of a mount's ``.bin``.
 
-    Args:
-        path: Path of the file.
-        mount: Mount of the file.
-
     Raises:
         OSError: It cannot be opened.
     """

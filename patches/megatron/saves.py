@@ -228,7 +228,7 @@ class AsyncSaves:
             "event=waits_for_saves iterations=%s a change waits for them, and so does the "
             "training, because others would begin before. Save less often.",
             [iteration for iteration, _ in self._pending],
-        )  # fmt: skip
+        )
         finalize(blocking=True)
         log.info("event=saves_ended took_s=%.1f", time.monotonic() - began)
 

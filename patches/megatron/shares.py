@@ -298,7 +298,6 @@ class _Passes:
 
     Args:
         forward: The script's forward step.
-        passes: Passes of a step.
         is_per_token: Whether its losses are sums, divided by all tokens of the step.
         divisor: Number that divides losses on all replicas; None: that of the passes.
         session: Notes their begins; None: nobody does.

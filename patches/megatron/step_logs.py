@@ -12,7 +12,6 @@ every scalar plotted by Megatron over samples instead of steps.
 
 import importlib
 import mmap
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,11 +115,6 @@ def is_counting_rank() -> bool:
 _RECORD_HEADER = struct.Struct("<Q")
 _HEADER_BYTES, _TRAILER_BYTES = 12, 4
 """A record of an event file: length (8 bytes), checksum (4), the event, checksum (4)."""
-
-
-def new_run_id() -> str:
-    """Return an identity for a new run at Weights & Biases."""
-    return secrets.token_hex(4)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -563,4 +564,4 @@ def _writes_wandb(job: Any) -> bool:
 
 def _run_id(job: Any) -> str:
     """Return the identity of a new run; the user's own choice, if there is one, wins."""
-    return os.environ.get("WANDB_RUN_ID", step_logs.new_run_id()) if _writes_wandb(job) else ""
+    return os.environ.get("WANDB_RUN_ID", secrets.token_hex(4)) if _writes_wandb(job) else ""

@@ -4,6 +4,8 @@ readers agree on a manifest (``docs/format.md``).
 Every function raises ``ValueError`` with the field, the finding and the expectation.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -16,6 +18,12 @@ from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
 
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 _DIGITS = re.compile("[0-9a-f]*")
+
+
+def digest_of(data: Mapping[str, Json]) -> str:
+    """Return the SHA-256 of fields, in hex."""
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def whole_number(value: Json, name: str, least: int = 0) -> int:

@@ -130,13 +130,12 @@ class Server:
 
     Args:
         address: Address to listen on; port 0 for a free one.
-        token: Token required of clients.
         requests: Union of the answered kinds of requests.
         handle: ``handle(peer, request)`` returns the answer, of the request's type; its errors are
             sent to the caller, and logged too unless they are ``ScalaiError``.
         gone: ``gone(peer)`` is called at the end of each connection.
         send_s: Longest reading of an answer by a peer, in seconds; None: no limit.
-        ports: Ports to choose a free one from.
+        ports, refused: As of ``Listener``.
     """
 
     def __init__(
@@ -149,10 +148,11 @@ class Server:
         *,
         send_s: float | None = None,
         ports: range = ANY_PORT,
+        refused: Callable[[str, str], object] = lambda client, why: None,
     ) -> None:
         self._requests = Named[requests]
         self._handle, self._gone, self._send_s = handle, gone, send_s
-        self._listener = Listener(address, token, self._serve, ports=ports)
+        self._listener = Listener(address, token, self._serve, ports=ports, refused=refused)
 
     @property
     def address(self) -> Address:

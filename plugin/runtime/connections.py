@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from scalai.core.errors import AbsentError, PeerError, SilentError, UsageError
+from scalai.core.errors import AbsentError, PeerError, SilentError, UnprovenError, UsageError
 from scalai.runtime.framing import FramedSocket, tune
 from scalai.runtime.handshake import accept, offer
 
@@ -97,10 +97,11 @@ class Listener:
 
     Args:
         address: Address to listen on; port 0 for a free one.
-        token: Token required of clients.
         serve: Serves one connection and returns at its end.
         timeout_s: As of ``FramedSocket``, for the served connections.
         ports: Ports to choose a free one from.
+        refused: Called with the name of a client without the token, or of another release, and
+            the reason, in any thread.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class Listener:
         timeout_s: float | None = None,
         name: str = "messages",
         ports: range = ANY_PORT,
+        refused: Callable[[str, str], object] = lambda client, why: None,
     ) -> None:
         self._token, self._serve, self._timeout_s = token, serve, timeout_s
+        self._refused = refused
         self._path = address if isinstance(address, str) else None
         self._socket = _listen(address, ports)
         self._mutex = threading.Lock()
@@ -212,6 +215,8 @@ class Listener:
         except PeerError as error:
             if not self._closing.is_set():
                 self._say(f"a client is not served: {error}")
+                if isinstance(error, UnprovenError):
+                    self._refused(framed.peer, str(error))
             return False
         with self._mutex:
             if self._handshakes.pop(framed, None) is None or self._closing.is_set():

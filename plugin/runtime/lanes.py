@@ -83,10 +83,8 @@ class Lanes:
         raised in the loop.
 
         Args:
-            lane: Name of the lane.
             name: Name of the work, in messages.
             work: May block.
-            then: Takes the result.
         """
         chosen = self._lanes[lane]
 

@@ -87,7 +87,6 @@ class StepPasses(int):
     session knows each as the one at hand until the next one begins.
 
     Args:
-        batches: The step's batches.
         dp_rank: Index of the replica.
         hand: The session's pass at hand.
         is_trained: False: passes of an evaluation.

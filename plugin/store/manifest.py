@@ -4,7 +4,6 @@
 any of its numbers is used.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -109,7 +108,7 @@ class HostManifest:
 
     def digest(self) -> str:
         """Return the SHA-256 of the content, in hex: two equal digests are equal manifests."""
-        return digest_of(self.to_json())
+        return fields.digest_of(self.to_json())
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json], where: str) -> "HostManifest":
@@ -183,12 +182,6 @@ def _check_versions(data: Mapping[str, Json], where: str) -> None:
             f"{where} has fingerprints of version {prints!r}; this release knows those of version "
             f"{FINGERPRINT_VERSION}. Use the release that wrote it."
         )
-
-
-def digest_of(data: Mapping[str, Json]) -> str:
-    """Return the SHA-256 of a manifest's fields, in hex."""
-    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:
@@ -337,10 +330,10 @@ def _object(data: Json, where: str) -> dict[str, Json]:
 def _manifest_with_digest(data: Json, where: str) -> HostManifest:
     content = {key: value for key, value in _object(data, where).items() if key != "digest"}
     manifest = HostManifest.from_json(content, where)
-    if data.get("digest") != digest_of(content):
+    if data.get("digest") != fields.digest_of(content):
         raise StoreError(
             f"{where} is damaged: its digest is {data.get('digest')!r}, its content's is "
-            f"{digest_of(content)!r}. Remove its directory and use another generation."
+            f"{fields.digest_of(content)!r}. Remove its directory and use another generation."
         )
     return manifest
 
@@ -348,7 +341,9 @@ def _manifest_with_digest(data: Json, where: str) -> HostManifest:
 def manifest_bytes(manifest: HostManifest) -> bytes:
     """Return a manifest with its digest, as JSON: the content of its file."""
     content = manifest.to_json()
-    return json.dumps({"digest": digest_of(content), **content}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"digest": fields.digest_of(content), **content}, separators=(",", ":")
+    ).encode()
 
 
 def find_inconsistency(manifest: HostManifest) -> str | None:

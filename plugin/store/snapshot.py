@@ -227,7 +227,6 @@ def _balance(number: Columns, rank: Columns, size_bytes: Columns, ranks: int) ->
         number: Box of each row, counted from 0, [rows].
         rank: Holder of each row, ascending, [rows].
         size_bytes: Bytes of each row, [rows].
-        ranks: Number of ranks.
     """
     order = np.argsort(number, kind="stable")
     begin = np.searchsorted(number[order], np.arange(number.max(initial=-1) + 2))

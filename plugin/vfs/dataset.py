@@ -451,8 +451,7 @@ class DatasetFolder:
         """The one file of samples among the sources; None: none, or several."""
         files = list(self._files)
         found = [name for name in files if name.endswith(LINES)]
-        found += [name for name in files
-                  if name.endswith(".bin") and name[:-4] + ".idx" in files]  # fmt: skip
+        found += [name for name in files if name.endswith(".bin") and name[:-4] + ".idx" in files]
         return found[0] if len(found) == 1 else None
 
     def samples(self) -> Samples:

@@ -29,7 +29,7 @@ from scalai.converters.consistency import compare, verify
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.suspects import find_suspects
 from scalai.core.errors import RefusedError, ScalaiError
-from scalai.store.manifest import digest_of
+from scalai.core.fields import digest_of
 from support.checkpoints import carry
 from support.rejects import MAKERS
 

@@ -28,10 +28,8 @@ def read(flags: str = "") -> MegatronArguments:
     return read_arguments(f"{GPT} {flags}".split())
 
 
-def derive(
-    flags: str, degrees: Degrees, padded: int | None = 50304, micro: int | None = None
-) -> str:
-    return " ".join(derived_flags(read(flags), degrees, padded, micro)[0])
+def derive(flags: str, degrees: Degrees, micro: int | None = None) -> str:
+    return " ".join(derived_flags(read(flags), degrees, 50304, micro)[0])
 
 
 def test_limits_and_degrees_are_read() -> None:

@@ -27,12 +27,12 @@ def send_to_all(agents: Agents, number: int) -> None:
             process.send_signal(number)
 
 
-def check_drained(agents: Agents, host: str = "a") -> None:
+def check_drained(agents: Agents) -> None:
     """The job has ended in order: no step was lost, and there is no traceback."""
-    assert agents.exit_code(host) == 75, agents.logs()
+    assert agents.exit_code("a") == 75, agents.logs()
     agents.check_each_once()
     agents.wait_until(lambda: not agents.family(), "all processes are gone")
-    log = (agents.folder / f"{host}.log").read_text()
+    log = (agents.folder / "a.log").read_text()
     assert "Traceback" not in log and "leaked" not in log, log
     assert "died" not in log, log
 

@@ -32,11 +32,6 @@ def durable(folder: Path) -> tuple[str, ...]:
     return (*FLAGS, "--durable-dir", str(folder / "durable"))
 
 
-def newest_on_disk(folder: Path) -> Path:
-    saved = (folder / "durable" / "tiny").glob("generation-*")
-    return max(saved, key=lambda path: int(path.name.split("-")[1]))
-
-
 def goes_on(agents: Agents, made: int) -> None:
     """Check that the next step is the one behind ``made``, and no step was made twice."""
     agents.wait_for_step(made + 3)
@@ -186,16 +181,16 @@ SHARDS = '3 = "tp3"\n2 = "tp2"\n1 = "tp1"'
 ARCHIVE = "snapshot_every = 7\nreplicas = 0\ndurable_dir = '{disk}'\ndurable_every_s = 1"
 
 
-def hosts_ab(folder: Path, nodes: str = "1:2", **given: Any) -> Any:
+def hosts_ab(folder: Path, **given: Any) -> Any:
     settings = {"store": ARCHIVE.format(disk=folder / "disk")}
-    return tiny_agents(folder, SHARDS, nodes=nodes, slots=1, settings=settings, **given)
+    return tiny_agents(folder, SHARDS, slots=1, settings=settings, **given)
 
 
-def train_ab(agents: Agents, hosts: str = "ab", step: int = 8) -> None:
-    for host in hosts:
+def train_ab(agents: Agents) -> None:
+    for host in "ab":
         agents.start(host)
     agents.wait_until(lambda: bool(agents.resizes()), "every rank has stepped")
-    agents.wait_for_step(step)
+    agents.wait_for_step(8)
 
 
 def archived(agents: Agents, count: int = 1) -> list[int]:
@@ -240,9 +235,9 @@ def start_coordinator(agents: Agents) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "scalai.launch.cli", "coordinator", "--listen",
-               f"127.0.0.1:{port}", "--", *agents._command[1:], *agents._script]  # fmt: skip
+               f"127.0.0.1:{port}", "--", *agents.launcher[1:], *agents.script]  # fmt: skip
     with (agents.folder / "coordinator.log").open("ab") as log:
-        agents._all.append(
+        agents.started.append(
             subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, MARK: str(agents.store)},

@@ -20,7 +20,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import Hello
 from scalai.core.tensors.collection import Collection
 from scalai.launch.agent.loop import Agent, Loop
-from scalai.launch.agent.participant import Participant, Served
+from scalai.launch.agent.participant import OpenResources, Participant
 from scalai.launch.agent.worker_group import WorkerGroup
 from scalai.store.manifest import manifest_bytes
 from support.listed import part_of
@@ -72,7 +72,9 @@ class Made:
         self.agent = Agent(state, self.hands, self.loop)
 
     def reported(self) -> list[reports.Report]:
-        return [action.report for action in self.hands.done if isinstance(action, actions.Tell)]
+        return [
+            action.report for action in self.hands.done if isinstance(action, actions.SendReport)
+        ]
 
 
 def test_what_comes_of_an_action_is_fed_at_once_and_in_order() -> None:
@@ -153,10 +155,10 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
 
 def participant(made: Made, **served: Any) -> Participant:
     """Return a member of a job that has nothing open but what is given."""
-    parts: dict[str, Any] = dict.fromkeys(("data", "link", "workers", "performer"))
+    parts: dict[str, Any] = dict.fromkeys(("data", "succession", "link", "workers", "performer"))
     parts["store"] = SimpleNamespace(directory="/store")
     holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
-    given = Served(**{**parts, "holdings": holdings, **served})
+    given = OpenResources(**{**parts, "holdings": holdings, **served})
     config = SimpleNamespace(probe=SimpleNamespace(health_check=None))
     options = SimpleNamespace(domain="rack=1")
     spec: Any = SimpleNamespace(job="j", to_json=dict, options=options, config=config)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,10 +12,8 @@ from scalai.launch.commands.autoscale_jobs import JobWatch, Seen, read_job
 from scalai.launch.commands.autoscale_view import measured, view
 from scalai.launch.commands.autoscaler import Devices, read_devices
 from scalai.launch.commands.job_history import history_of, read_resize
-from scalai.launch.coordinator import api_servers
 from support.command import logged
-from support.kubernetes_api import Api, kubernetes_api
-from support.manifests import BASE, built, job_of
+from support.kubernetes_api import Api, seen_from_a_pod
 
 
 def file(folder: Path, text: str, name: str = "gpt") -> Path:
@@ -107,12 +104,7 @@ def test_a_jobs_own_steps_and_pauses_say_what_it_would_gain(tmp_path: Path) -> N
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    with kubernetes_api(tmp_path / "api") as found:
-        url = urlsplit(found.url)
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(url.hostname))
-        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(url.port))
-        monkeypatch.setattr(api_servers, "ACCOUNT", found.account)
-        found.jobs["gpt"] = job_of(built(BASE))
+    with seen_from_a_pod(tmp_path / "api", monkeypatch) as found:
         yield found
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.core.errors import PeerError, ProofError, UsageError
-from scalai.core.job.function_proof import Asked, Numbers, Waiting
+from scalai.core.errors import PeerError, ProofError, UnprovenError, UsageError
+from scalai.core.job.function_proof import Numbers, ProofAsked, Waiting
 from scalai.core.job.membership import Phase
 from scalai.core.messages.reports import Stalled
 from scalai.core.tensors.collection import Collection, Tensor
@@ -26,11 +26,13 @@ from scalai.launch.commands.status import STANDS_S, await_change, lines, trouble
 from scalai.launch.config.endpoint import JobEnding
 from scalai.launch.coordinator import held_states
 from scalai.launch.coordinator.person_calls import Scale, Status
+from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from scalai.store.parts import without_rows
 from support.committed_parts import half, part
 from support.coordinator_line import TOKEN, FakeAgent, Line, running
 from support.laws import but
+from support.waiting import wait_until
 
 from .conftest import OpenLine
 
@@ -662,7 +664,7 @@ def test_what_a_round_has_sealed_that_computes_otherwise_is_no_state(
     live, old = pair.line.live, 99
     assert live.state.current is not None
     ran = replace(live.state.current, micro_batch_size=7)
-    asked = Asked(old, frozenset("ab"), until=pair.line.now + 60.0)
+    asked = ProofAsked(old, frozenset("ab"), until=pair.line.now + 60.0)
     function = replace(live.state.function, proof=Waiting(asked), after=Numbers(5.0, 2.0))
     live.state = but(live.state, ran=ran, function=function)
     pair.a_seals()
@@ -828,6 +830,10 @@ def test_the_status_tells_of_the_last_refusal_who_asked_what_when_and_why(line: 
     with pytest.raises(UsageError, match="not waiting"):
         line.resume(3)
     assert told()[:2] == ("a person", "to resume generation 3")
+    with pytest.raises(UnprovenError):
+        Channel(line.coordinator.address, b"another job's")
+    wait_until(lambda: told()[1] == "to connect", "it is noted")
+    assert "does not have this job's token" in told()[2]
     with pytest.raises(UsageError) as error:
         line.join("b", spec=line.spec_of(script="another.py"))
     assert told() == ("host b", "to join", str(error.value))

@@ -200,7 +200,7 @@ def test_an_ended_job_is_known_by_its_name(tmp_path: Path, capsys: Capsys) -> No
         (["plot", "{}/reports", "-o", "{}/x.svg", "--losses", "{}/empty"], 2, "with a loss"),
         (["plot", "{}/reports", "-o", "{}/x.svg", "--losses", "{}/odd"], 2, "1 lines, none"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_or_written_is_said(
     words: list[str], code: int, why: str, tmp_path: Path, capsys: Capsys
 ) -> None:

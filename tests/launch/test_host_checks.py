@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,35 @@ def test_memory_that_stays_held_is_waited_for_once(
 def test_where_no_driver_answers_nothing_is_waited_for(nvidia_smi: Install) -> None:
     nvidia_smi("echo No devices were found; exit 6")
     DeviceMemory().wait(lambda: False)
+
+
+@pytest.mark.fault
+def test_a_driver_that_hangs_leaves_its_last_answer(
+    nvidia_smi: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    nvidia_smi("echo 0, GPU-aa, 7")
+    memory, asking = DeviceMemory(), list[threading.Thread]()
+
+    def submit(work: Callable[[], None]) -> None:
+        asking.append(threading.Thread(target=work))
+        asking[-1].start()
+
+    monkeypatch.setattr(host_checks, "FREE_S", 60.0)
+    assert memory.free(submit) == [7 << 20]
+    os.mkfifo(tmp_path / "hangs")
+    nvidia_smi(f"read line < {tmp_path}/hangs; echo 0, GPU-aa, 5")
+    monkeypatch.setattr(host_checks, "FREE_S", 0.01)
+    for _ in range(2):
+        assert memory.free(submit) == [7 << 20]
+    assert "what it said last counts: 7 MiB free" in caplog.text and len(asking) == 2
+    (tmp_path / "hangs").write_text("go on\n")
+    asking[-1].join(60.0)
+    monkeypatch.setattr(host_checks, "FREE_S", 60.0)
+    nvidia_smi("exit 6")
+    assert memory.free(submit) == [5 << 20]
+    for each in asking:
+        each.join(60.0)
 
 
 # ------------------------------------------------------------------ commands

@@ -4,25 +4,16 @@ is said."""
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from scalai.launch import cli
-from scalai.launch.coordinator import api_servers
-from support.kubernetes_api import Api, kubernetes_api
-from support.manifests import BASE, built, job_of
+from support.kubernetes_api import Api, seen_from_a_pod
 
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    """An API server with the Job of the manifests, asked from a pod."""
-    with kubernetes_api(tmp_path / "api") as found:
-        url = urlsplit(found.url)
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(url.hostname))
-        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(url.port))
-        monkeypatch.setattr(api_servers, "ACCOUNT", found.account)
-        found.jobs["gpt"] = job_of(built(BASE))
+    with seen_from_a_pod(tmp_path / "api", monkeypatch) as found:
         yield found
 
 

@@ -364,11 +364,11 @@ def line(open_line: OpenLine, tmp_path: Path) -> Line:
     return open_line("--nnodes", "1:3", "--durable-dir", str(tmp_path / "disk"))
 
 
-def lease_of(line: Line, root: Path, term: int = 3, **how: int) -> Lease:
+def lease_of(line: Line, root: Path, **how: int) -> Lease:
     def now() -> float:
         return line.now
 
-    return Lease(owned(root), entry(term), line.coordinator.run_name, clock=now, **how)
+    return Lease(owned(root), entry(3), line.coordinator.run_name, clock=now, **how)
 
 
 @pytest.mark.fault

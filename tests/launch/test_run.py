@@ -235,7 +235,7 @@ from scalai.launch.cli import main, scalai_run
         (["-m", "scalai.launch.cli", "--version"], 0, "scalai 0."),
     ],
     ids=["scalai doctor", "scalai-run", "the package", "the command"],
-)  # fmt: skip
+)
 def test_what_a_person_can_repair_is_one_line_with_its_exit_code(
     command: list[str], code: int, says: str
 ) -> None:
@@ -462,7 +462,7 @@ STUBS = {
     "scancel": 'echo "$@" >> calls; kill -USR1 $(<agents)',
     "srun": "case \"$*\" in *'scalai coordinator'*) exec sleep 600;; esac; "
     "trap 'sleep 1; exit 75' USR1; echo $$ > agents; while :; do sleep 0.1; done",
-}  # fmt: skip
+}
 
 
 def test_the_batch_script_hands_its_own_signal_on_and_requeues_what_was_saved(

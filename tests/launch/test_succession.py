@@ -62,8 +62,12 @@ def gone(*, is_here: bool = True) -> Place:
     return Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=is_here)
 
 
-def find(spec: JobSpec, place: Place, term: int = 1) -> Place:
-    return Succession(spec, "127.0.0.1").find(place, term, threading.Event())
+def find(
+    spec: JobSpec, place: Place, term: int = 1, is_leaving: Callable[[], bool] = lambda: False,
+    is_over: threading.Event | None = None,
+) -> Place:  # fmt: skip
+    with closing(Succession(spec, "127.0.0.1", is_leaving)) as found:
+        return found.find(place, term, is_over or threading.Event())
 
 
 def newest_of(register: FolderRegister) -> LeaseEntry:
@@ -153,7 +157,7 @@ def test_who_waits_for_another_hosts_coordinator_starts_none(
     spec, is_over = spec_of(tmp_path), threading.Event()
     is_over.set()
     with pytest.raises(PeerError):  # who ends meanwhile waits no longer
-        Succession(spec, "127.0.0.1").find(gone(is_here=False), 1, is_over)
+        find(spec, gone(is_here=False), is_over=is_over)
     waits(SEARCH_S=1.0)
     with pytest.raises(PeerError, match="nobody takes its place within 1 s"):
         find(spec, gone(is_here=False))
@@ -201,15 +205,15 @@ def test_where_its_machine_is_gone_a_host_that_has_seen_its_entry_renewed_takes_
     spec, register = durable(tmp_path, timeout_s=60.0)
     entry = LeaseEntry(7, *ELSEWHERE.address)
     assert register.claim(entry)
-    found = Succession(spec, "127.0.0.1")
-    found.watch_while(lambda: False)
+    with closing(Succession(spec, "127.0.0.1")) as found:
+        found.watch_while(lambda: False)
 
-    def has_lease() -> bool:
-        register.renew(entry)
-        return found.has_lease
+        def has_lease() -> bool:
+            register.renew(entry)
+            return found.has_lease
 
-    wait_until(has_lease, "it knows whose register it is")
-    begun = found.find(ELSEWHERE, 7, threading.Event())
+        wait_until(has_lease, "it knows whose register it is")
+        begun = found.find(ELSEWHERE, 7, threading.Event())
     newest = newest_of(register)
     end(begun)
     assert (newest.term, newest.address) == (8, begun.address)
@@ -258,8 +262,7 @@ def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
         return True
 
     def search() -> None:
-        one = Succession(spec, "127.0.0.1", is_leaving)
-        found.append(one.find(ELSEWHERE, 7, threading.Event()))
+        found.append(find(spec, ELSEWHERE, 7, is_leaving))
 
     thread = threading.Thread(target=search, daemon=True)
     thread.start()
@@ -286,11 +289,15 @@ def test_a_silent_coordinator_is_watched_also_behind_a_first_one_that_was_gone(
         return newest(self)
 
     monkeypatch.setattr(FolderRegister, "newest", look)
-    found = Succession(spec, "127.0.0.1")
-    found.watch_while(lambda: True)
-    found.find(ELSEWHERE, 6, threading.Event())
-    before = len(looks)
-    wait_until(lambda: len(looks) > before + 3, "it looks on")
+    with closing(Succession(spec, "127.0.0.1")) as found:
+        found.watch_while(lambda: True)
+        found.find(ELSEWHERE, 6, threading.Event())
+        before = len(looks)
+        wait_until(lambda: len(looks) > before + 3, "it looks on")
+    wait_until(
+        lambda: "lease-watch" not in {each.name for each in threading.enumerate()},
+        "it looks no more",
+    )
 
 
 @pytest.mark.parametrize("is_here", [False, True])

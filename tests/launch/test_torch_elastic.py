@@ -24,8 +24,8 @@ from scalai.core.errors import RefusedError
 from scalai.core.messages.worker_messages import Imports
 from scalai.launch.agent.torch_elastic import (
     GroupPlacement,
-    Outcome,
     WorkerSet,
+    WorkersOutcome,
     self_check,
     wait_until_warm,
     warm_up,
@@ -174,9 +174,9 @@ class Host:
     def pid(self, rank: int) -> int:
         return int(self.told(rank)[-1])
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> WorkersOutcome:
         """Wait for the workers' end."""
-        found: list[Outcome | None] = []
+        found: list[WorkersOutcome | None] = []
 
         def has_ended() -> bool:
             found.append(self.workers.poll())
@@ -224,7 +224,7 @@ def test_workers_know_their_place_and_leave(host: Host, warm: bool) -> None:
             str(rank), str(local), "4", "2", "1", "127.0.0.1", "29876", "2", "True", "yes",
             multiprocessing.get_start_method(),
         ]  # fmt: skip
-    assert host.outcome() == Outcome(())
+    assert host.outcome() == WorkersOutcome(())
     assert host.workers.poll() is None, "an end is told once"
 
 
@@ -260,7 +260,7 @@ def test_a_forked_worker_runs_nothing_of_its_agents_main_module(
     (host.folder / "agent.py").write_text(f"open({str(host.folder / 'ran')!r}, 'w').close()\n")
     monkeypatch.setitem(sys.modules, "__main__", main)
     host.start(place(1), "done", warm=True)
-    assert host.outcome() == Outcome(())
+    assert host.outcome() == WorkersOutcome(())
     assert (host.folder / "2").exists() and not (host.folder / "ran").exists()
     assert sys.modules["__main__"] is main
 
@@ -343,7 +343,7 @@ def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
     assert host.workers.poll() is None
     host.start(place(1, round=2, first=0), "done", warm=warm)
     assert host.told(0)[2] == "1"
-    assert host.outcome() == Outcome(())
+    assert host.outcome() == WorkersOutcome(())
 
 
 @pytest.mark.fault

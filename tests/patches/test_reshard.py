@@ -53,7 +53,7 @@ from support.training.megatron_layouts import (
     TP2PP2,
     TP4,
     VPP2,
-)  # fmt: skip
+)
 from support.training.resharded import FLAT, FULL, LEGACY, WHOLE, check, convert, load, save
 from support.training.resize_case import train_and_snapshot
 from support.training.worker_pool import WorkerPool

@@ -363,9 +363,7 @@ def test_a_host_that_holds_something_joins_again_without_a_disk(
 ) -> None:
     """The coordinator may be waiting for its workers, and the disk for somebody to repair it."""
     asked: list[Any] = []
-    holdings = holdings_of(
-        store, *durable(tmp_path), submit=lambda *given: asked.append(given)
-    )  # fmt: skip
+    holdings = holdings_of(store, *durable(tmp_path), submit=lambda *given: asked.append(given))
     went: list[Exception | None] = []
     holdings.attach_beside(went.append)
     assert not went and asked[0][0] == DISK, "an empty one looks at the disk first, beside the loop"

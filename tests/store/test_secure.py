@@ -407,9 +407,7 @@ def test_what_is_not_durable_waits_for_no_disk(
 def test_several_writers_of_one_file_leave_the_content_of_one(tmp_path: Path) -> None:
     path = tmp_path / "state"
     with ThreadPoolExecutor(8) as writers:
-        list(writers.map(
-            lambda n: replace_file(path, b"%d" % n * 4096, is_shared=True), range(8)
-        ))  # fmt: skip
+        list(writers.map(lambda n: replace_file(path, b"%d" % n * 4096, is_shared=True), range(8)))
     assert len(set(path.read_bytes())) == 1 and len(path.read_bytes()) == 4096
     assert os.listdir(tmp_path) == ["state"]
 

@@ -71,17 +71,17 @@ class Agents:
         self.reports = folder / "reports"
         self.store = store or Path("/dev/shm") / f"scalai-test-{os.getpid()}-{folder.name}"
         self.job = "tiny"
-        self._command = [
+        self.launcher = [
             str(SCALAI_RUN), "--nnodes", nodes,
             "--nproc-per-node", str(slots), "--job", self.job, "--report-dir", str(self.reports),
             "--store-dir", str(self.store), "--probe", "none", "--settle-s", "0.2",
             "--log-level", "debug", *flags,
         ]  # fmt: skip
         if degrees is not None:
-            self._command += ["--elastic", str(self._configure(degrees, model, settings or {}))]
-        self._script = list(script)
+            self.launcher += ["--elastic", str(self._configure(degrees, model, settings or {}))]
+        self.script = list(script)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._all: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
         self._lines: list[dict[str, Any]] = []
         self._read_bytes = 0
 
@@ -108,7 +108,7 @@ class Agents:
                         process.wait(10)
                     if is_tracker or not any("resource_tracker" in p for p in command_of(process)):
                         process.kill()
-        for agent in self._all:
+        for agent in self.started:
             agent.wait(10)
         shutil.rmtree(self.store, ignore_errors=True)
 
@@ -123,11 +123,11 @@ class Agents:
         }  # fmt: skip
         with (self.folder / f"{host}.log").open("ab") as log:
             process = subprocess.Popen(
-                self._on(host, [*self._command, "--host-id", host, *more, *self._script]),
+                self._on(host, [*self.launcher, "--host-id", host, *more, *self.script]),
                 stdout=log if output is None else output, stderr=subprocess.STDOUT, env=environment,
             )  # fmt: skip
         self._processes[host] = process
-        self._all.append(process)
+        self.started.append(process)
 
     def _on(self, host: str, command: list[str]) -> list[str]:
         """Return the command that runs ``command`` on a host: here all are this machine."""
@@ -218,7 +218,7 @@ class Agents:
         where no agent is left that could bring it about."""
         end = time.monotonic() + deadline_s
         while not is_so():
-            if all(agent.poll() is not None for agent in self._all):
+            if all(agent.poll() is not None for agent in self.started):
                 end = min(end, time.monotonic() + 20.0)
             if time.monotonic() > end:
                 raise Timeout(f"still not: {what}\n{self.logs()}")

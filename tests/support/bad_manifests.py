@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from scalai.store.manifest import digest_of
+from scalai.core.fields import digest_of
 
 Fault = Callable[[str], str]
 

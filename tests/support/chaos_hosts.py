@@ -16,7 +16,7 @@ class ChaosHosts(Agents):
         self._hosts = hosts
         super().__init__(folder, *arguments, environment={"SCALAI_JOB_TOKEN": TOKEN}, **settings)
         first = next(iter(hosts.addresses.values()))
-        self._command += ["--coordinator", f"{first}:{PORT}"]
+        self.launcher += ["--coordinator", f"{first}:{PORT}"]
 
     def _on(self, host: str, command: list[str]) -> list[str]:
         return self.beside(host, command)

@@ -188,8 +188,9 @@ def deepspeed_state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPE
     return replace(source, values=values)
 
 
-def experts_state(count: int = 4) -> Checkpoint:
+def experts_state() -> Checkpoint:
     """Return a state in memory of a DeepSpeed job with a layer of experts."""
+    count = 4
     layer = Layer("moe", (".up.weight", ".up.bias"), count)
     names = [str(Name("moe", at, rest)) for at in range(count) for rest in layer.entries]
     dense = {"moe.deepspeed_moe.gate.wg.weight": (count, 5), "norm.weight": (5,)}

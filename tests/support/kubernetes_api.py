@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import pytest
+
+from scalai.launch.coordinator import api_servers
 from scalai.launch.coordinator.api_servers import MERGE_PATCH, KubernetesApi
 from support.certificates import Authority
+from support.manifests import BASE, built, job_of
 
 NAMESPACE = "train"
 LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
@@ -23,6 +28,18 @@ JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/"
 DRY = "?dryRun=All"
 MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+
+
+@contextmanager
+def seen_from_a_pod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Api"]:
+    """An API server with the Job of the manifests, asked from a pod."""
+    with kubernetes_api(folder) as found:
+        url = urlsplit(found.url)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(url.hostname))
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(url.port))
+        monkeypatch.setattr(api_servers, "ACCOUNT", found.account)
+        found.jobs["gpt"] = job_of(built(BASE))
+        yield found
 
 
 @dataclass

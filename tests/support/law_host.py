@@ -90,7 +90,7 @@ class LawHost:
         return [action for action in self.done if isinstance(action, kind)]
 
     def reports(self) -> list[Report]:
-        return [action.report for action in self.all(actions.Tell)]
+        return [action.report for action in self.all(actions.SendReport)]
 
     def told(self, kind: type[R]) -> list[R]:
         """Return the reports of a kind so far."""

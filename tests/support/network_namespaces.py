@@ -78,12 +78,6 @@ class NetworkHosts:
                 "peer", "name", name, "netns", self.space(SWITCH))  # fmt: skip
             _ip("-n", self.space(SWITCH), "link", "set", "dev", name, "up", "master", SWITCH)
 
-    def cut_off(self, name: str, *, is_cut: bool = True) -> None:
-        """Have a switch swallow all that a host sends and is sent, or no longer. Its own end stays
-        up."""
-        master = ("nomaster",) if is_cut else ("master", SWITCH)
-        _ip("-n", self.space(SWITCH), "link", "set", "dev", name, *master)
-
     def on(self, name: str, command: Sequence[str]) -> list[str]:
         """Return a command that runs on a host; the process that it starts is the command's own."""
         own_memory = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
@@ -133,7 +127,7 @@ class NetworkAgents(Agents):
         self._hosts = hosts
         super().__init__(folder, *arguments, **settings)
         first = next(iter(hosts.addresses.values()))
-        self._command += ["--coordinator", f"{first}:{PORT}"]
+        self.launcher += ["--coordinator", f"{first}:{PORT}"]
 
     def _on(self, host: str, command: list[str]) -> list[str]:
         return self._hosts.on(host, command)
@@ -155,14 +149,13 @@ def network_agents(
     folder: Path,
     degrees: str,
     *,
-    steps: int = 100_000,
     step_s: float = 0.02,
     names: Sequence[str] = ("h1", "h2"),
     **settings: Any,
 ) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
     """Give agents of the tiny job on some hosts, and these hosts."""
     script = [
-        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
+        str(TINY_JOB), "--steps", "100000", "--step-s", str(step_s),
         "--metrics", str(folder / "metrics.jsonl"),
     ]  # fmt: skip
     environment = {"SCALAI_JOB_TOKEN": TOKEN}
@@ -173,7 +166,5 @@ def network_agents(
 
 
 def _ip(*arguments: str, check: bool = True) -> int:
-    done = subprocess.run(
-        ["ip", *arguments], capture_output=not check, check=check, timeout=30
-    )  # fmt: skip
+    done = subprocess.run(["ip", *arguments], capture_output=not check, check=check, timeout=30)
     return done.returncode

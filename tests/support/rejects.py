@@ -17,8 +17,8 @@ from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.dcp_metadata import Chunk, Extent, StoredKey, read_metadata, write_metadata
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.torch_archive import NewTensor, content_of, lay_out_archive
+from scalai.core.fields import digest_of
 from scalai.core.tensors.region import Box
-from scalai.store.manifest import digest_of
 from support.checkpoints import (
     GPT_SHAPES,
     convert,

@@ -98,7 +98,7 @@ class SimulatedHands:
         match action:
             case actions.Log():
                 host.log.append(action.text)
-            case actions.Tell(report):
+            case actions.SendReport(report):
                 host.unsent.append(report)
             case actions.AnswerCall(call, value, error):
                 self._answered(call, value, is_refused=bool(error))

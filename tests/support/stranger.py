@@ -18,8 +18,8 @@ class Stranger:
     """Answers whatever it is sent with the same bytes, and closes the connection once the other
     side has."""
 
-    def __init__(self, answer: bytes, port: int = 0) -> None:
-        self._answer, self._listener = answer, socket.create_server(("127.0.0.1", port))
+    def __init__(self, answer: bytes) -> None:
+        self._answer, self._listener = answer, socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         threading.Thread(target=self._serve, daemon=True).start()
 

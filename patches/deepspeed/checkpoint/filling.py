@@ -170,8 +170,6 @@ def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -
     conversion's report beside the checkpoint.
 
     Args:
-        directory: The checkpoint's directory.
-        source: Its tensors.
         proofs: Each rank's result of ``proof``.
 
     Raises:

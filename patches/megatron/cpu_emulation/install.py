@@ -14,6 +14,7 @@ _CAPTURES_CUDA = "megatron.core.tensor_parallel.random"
 """This module binds functions of ``torch.cuda`` by name when it is imported."""
 
 
+@cache
 def install() -> bool:
     """Make ``megatron.core`` run on the CPU. Call it before megatron is imported; twice is fine.
 
@@ -26,11 +27,6 @@ def install() -> bool:
     Raises:
         RefusedError: megatron was imported first and holds on to the real ``torch.cuda``.
     """
-    return _install()
-
-
-@cache
-def _install() -> bool:
     if torch.cuda.is_available():
         log.info("event=cpu_emulation active=false reason=cuda-available")
         return False
@@ -51,17 +47,13 @@ def _install() -> bool:
     return True
 
 
+@cache
 def install_training() -> bool:
     """Make ``megatron.training`` (Megatron-LM's scripts) run on the CPU too, after ``install``.
 
     Returns:
         True in CPU emulation; False where CUDA is there and nothing was touched.
     """
-    return _install_training()
-
-
-@cache
-def _install_training() -> bool:
     if not install():
         return False
     framework.install_training()

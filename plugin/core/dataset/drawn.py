@@ -169,7 +169,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class DrawnPass:
     """Consumed places of one pass over a data set, or of consecutive equal ones.
 
     Attributes:
@@ -213,7 +213,7 @@ class Pass:
             not self.unproven and not self.twice and self.taken == Intervals.of((0, self.taken.end))
         )
 
-    def with_draw(self, draw: Draw) -> "Pass":
+    def with_draw(self, draw: Draw) -> "DrawnPass":
         """The pass after a draw."""
         if max(self.taken.end, self.unproven) <= draw.start < draw.stop:  # as each step's
             taken, twice = self.taken.followed_by(draw.start, draw.stop), self.twice
@@ -221,12 +221,12 @@ class Pass:
             drawn = Intervals.of((draw.start, draw.stop))
             taken = self.taken | drawn
             twice = self.twice | ((self.taken | Intervals.of((0, self.unproven))) & drawn)
-        return Pass(
+        return DrawnPass(
             self.data_set, self.first, self.last, draw.length, draw.size, self.unproven, taken,
             twice, self.is_dealt and draw.is_dealt,
         )  # fmt: skip
 
-    def meets(self, following: "Pass") -> bool:
+    def meets(self, following: "DrawnPass") -> bool:
         """Two entries are equal, and ``following`` is of the next epoch, or of the same epoch once
         more."""
         here, there = self.last, following.first
@@ -247,7 +247,7 @@ class Pass:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, value: Json) -> "Pass":
+    def from_json(cls, value: Json) -> "DrawnPass":
         table = fields.mapped(value, "a pass")
         epoch, repeat, *last_one = fields.listed(table["pass"], "pass")
         first, last = number_of(epoch, repeat), number_of(*last_one)
@@ -287,7 +287,7 @@ def split(
     )  # fmt: skip
 
 
-def joined(passes: tuple[Pass, ...], data_set: str) -> tuple[Pass, ...]:
+def joined(passes: tuple[DrawnPass, ...], data_set: str) -> tuple[DrawnPass, ...]:
     """Join the two newest passes over a data set, if they are equal."""
     places = [place for place, each in enumerate(passes) if each.data_set == data_set][-2:]
     if len(places) < 2 or not passes[places[0]].meets(passes[places[1]]):

@@ -5,13 +5,11 @@ The ledger is part of the state: a generation carries the ledger of its step, an
 back to it goes back to its ledger too. The steps done since then are recorded as lost.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scalai.core import fields
-from scalai.core.dataset.drawn import COUNTED, Draw, Intervals, Number, Pass, joined, maybe
+from scalai.core.dataset.drawn import COUNTED, Draw, DrawnPass, Intervals, Number, joined, maybe
 from scalai.core.jsonable import Json
 
 
@@ -153,7 +151,7 @@ class Ledger:
 
     since: tuple[int, int | None]
     at: tuple[int, int | None]
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[DrawnPass, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     lost: tuple[Lost, ...] = ()
     sources: tuple[SourceFacts, ...] = ()
@@ -229,7 +227,7 @@ class Ledger:
         end = max(known.taken.end, known.unproven)
         return known.length or end if draw.number < known.last else end
 
-    def _find(self, draw: Draw) -> Pass | None:
+    def _find(self, draw: Draw) -> DrawnPass | None:
         """Pass of a draw."""
         for each in reversed(self.passes):
             if each.data_set == draw.data_set and each.first <= draw.number <= each.last:
@@ -241,16 +239,16 @@ class Ledger:
         is_first = not any(each.data_set == draw.data_set for each in self.passes)
         return draw.start if is_first and self.since[0] else 0
 
-    def _with(self, passes: tuple[Pass, ...], at: tuple[int, int | None]) -> "Ledger":
+    def _with(self, passes: tuple[DrawnPass, ...], at: tuple[int, int | None]) -> "Ledger":
         """Ledger after a step; ``replace`` would take as long as the rest of a step."""
         return Ledger(self.since, at, passes, self.stretches, self.lost, self.sources)
 
-    def _with_draw(self, draw: Draw) -> tuple[Pass, ...]:
+    def _with_draw(self, draw: Draw) -> tuple[DrawnPass, ...]:
         known = self._find(draw)
         if known is not None and known.first == known.last:
             grown = known.with_draw(draw)
             return tuple([grown if each is known else each for each in self.passes])
-        entry = Pass(
+        entry = DrawnPass(
             draw.data_set, draw.number, draw.number, draw.length, draw.size, self._next(draw),
             Intervals(), Intervals(), draw.is_dealt,
         )  # fmt: skip
@@ -279,7 +277,7 @@ class Ledger:
         }  # fmt: skip
         if self.sources:
             content["sources"] = [each.to_json() for each in self.sources]
-        return {**content, "digest": digest_of(content)}
+        return {**content, "digest": fields.digest_of(content)}
 
     @classmethod
     def from_json(cls, value: Json) -> "Ledger":
@@ -289,12 +287,12 @@ class Ledger:
         content = {name: each for name, each in table.items() if name != "digest"}
         if (found := table.get("version")) != VERSION:
             raise ValueError(f"it is of version {found!r}, this release reads {VERSION}")
-        if table.get("digest") != digest_of(content):
+        if table.get("digest") != fields.digest_of(content):
             raise ValueError("its digest is not that of its content")
         try:
             return cls(
                 _mark(table["since"], "since"), _mark(table["at"], "at"),
-                tuple(map(Pass.from_json, fields.listed(table["passes"], "passes"))),
+                tuple(map(DrawnPass.from_json, fields.listed(table["passes"], "passes"))),
                 tuple(map(Stretch.from_json, fields.listed(table["stretches"], "stretches"))),
                 tuple(map(Lost.from_json, fields.listed(table["lost"], "lost"))),
                 tuple(
@@ -327,11 +325,6 @@ def _folded(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
 def _mark(value: Json, name: str) -> tuple[int, int | None]:
     step, samples = fields.listed(value, name)
     return fields.whole_number(step, name), maybe(samples, name)
-
-
-def digest_of(content: Mapping[str, Json]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +426,7 @@ def text_of(lost: Lost, ledger: Ledger) -> str:
     return f"{steps}, {done} done again so far"
 
 
-def name_of(entry: Pass) -> str:
+def name_of(entry: DrawnPass) -> str:
     """Name of a pass for people."""
     numbers = str(entry.first) if entry.count == 1 else f"{entry.first} to {entry.last}"
     return f"{entry.data_set}, pass {numbers}"

@@ -54,22 +54,22 @@ class DatasetTable:
                 )
             is_found_anywhere = url.startswith(("/", "~/")) or "://" in url
             where = "an absolute path, or a URL: it is read from other folders too"
-            _expect(is_found_anywhere, f"sources.{name}", url, where)
+            expect(is_found_anywhere, f"sources.{name}", url, where)
         for name, tokens in self.record_tokens.items():
             is_length = 1 <= tokens <= MOST_TOKENS
-            _expect(is_length, f"record_tokens.{name}", tokens, f"1 to {MOST_TOKENS} tokens")
+            expect(is_length, f"record_tokens.{name}", tokens, f"1 to {MOST_TOKENS} tokens")
         for name, seed in self.shuffle.items():
             is_seed = 0 <= seed < 1 << 63
-            _expect(is_seed, f"shuffle.{name}", seed, "a seed of 0 or more, below 2^63")
+            expect(is_seed, f"shuffle.{name}", seed, "a seed of 0 or more, below 2^63")
         size = self.global_batch_size
         is_size = size is None or 1 <= size <= MOST_BATCH
-        _expect(is_size, "global_batch_size", size, f"1 to {MOST_BATCH} samples")
+        expect(is_size, "global_batch_size", size, f"1 to {MOST_BATCH} samples")
         if self.rampup_batch_size:
             self._check_ramp(list(self.rampup_batch_size))
 
     def _check_ramp(self, ramp: list[int]) -> None:
         form = "START, INCREMENT and SAMPLES, whole numbers"
-        _expect(len(ramp) == 3, "rampup_batch_size", ramp, form)
+        expect(len(ramp) == 3, "rampup_batch_size", ramp, form)
         if self.global_batch_size is None:
             raise UsageError(
                 f"rampup_batch_size = {ramp} needs global_batch_size beside it, to which it grows."
@@ -78,7 +78,7 @@ class DatasetTable:
         sizes = (self.global_batch_size - start) // max(increment, 1) + 1
         most = f"0 to {MOST_SAMPLES} SAMPLES, and at most {MOST_SIZES} sizes"
         is_bounded = 0 <= samples <= MOST_SAMPLES and sizes <= MOST_SIZES
-        _expect(is_bounded, "rampup_batch_size", ramp, most)
+        expect(is_bounded, "rampup_batch_size", ramp, most)
         try:
             BatchRamp(start, increment, samples, self.global_batch_size)
         except RefusedError as error:
@@ -139,6 +139,7 @@ class DatasetTable:
         }  # fmt: skip
 
 
-def _expect(is_met: bool, name: str, found: object, expected: str) -> None:
+def expect(is_met: bool, name: str, found: object, expected: str) -> None:
+    """Raise ``UsageError`` for a key with another value than expected."""
     if not is_met:
         raise UsageError(f"{name} = {found!r}; expected {expected}.")

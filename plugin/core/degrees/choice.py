@@ -15,6 +15,7 @@ from scalai.core.degrees.degrees import (
     DegreeRequest,
     Degrees,
     ModelLimits,
+    divisors,
     refusal,
     spill_refusal,
     stage_counts,
@@ -39,7 +40,7 @@ def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
     """
     kept, limits = case.kept, case.limits
     fixed = case.policy.kept_axes
-    tps = [kept.tp] if "tp" in fixed else _divisors(limits.num_attention_heads or kept.tp)
+    tps = [kept.tp] if "tp" in fixed else divisors(limits.num_attention_heads or kept.tp)
     is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
     is_uneven = is_uneven and not limits.has_uneven_stages
     is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
@@ -54,15 +55,11 @@ def splits(case: Case, most: int, least: int) -> Iterator[DegreeRequest]:
         if least <= tp * pp <= most:
             stages = [kept.vpp, 1] if pp > 1 else [1]
             if has_all_stages and pp > 1:
-                stages += _divisors(-(-(layers + limits.extra_layers) // pp))
+                stages += divisors(-(-(layers + limits.extra_layers) // pp))
             if vpp_of and pp == pp_of:
                 stages = [vpp_of]
             for vpp in dict.fromkeys(stages):
                 yield DegreeRequest(tp, pp, vpp=vpp)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def with_passes(

@@ -301,6 +301,12 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         yield f"{stages} is more than num_layers={limits.num_layers}"
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors, ascending."""
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
 def stage_counts(layers: int, limits: ModelLimits) -> list[int]:
     """Return the numbers of pipeline stages to try, ascending: divisors of all that counts as a
     layer, where stages may be uneven also the fewest for each number of layers of the largest one,

@@ -31,7 +31,7 @@ class Log:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Tell:
+class SendReport:
     """Report to the coordinator."""
 
     report: Report
@@ -205,7 +205,7 @@ class Rejoin:
 
 
 Action = (
-    Log | Tell | AnswerCall | AnswerHello | StartGroup | BeginGroup | EndGroup | PollGroup
+    Log | SendReport | AnswerCall | AnswerHello | StartGroup | BeginGroup | EndGroup | PollGroup
     | WantStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving | ReuseFiles | Seal
     | FetchWanted | TrustFetched | DiscardSealed | TellHeld | LeaveState | Rejoin | Command
 )  # fmt: skip

@@ -15,7 +15,9 @@ from scalai.core.messages.worker_messages import RankStepped
 def told(step: Step, report: RankStepped) -> bool:
     """Record a worker's report of the step behind its stop; False: it is its first step."""
     current = step.of(report.round)
-    if current is None or not _proves(current) or not current.may_write:
+    if current is None or current.stop is None or not current.stop.proves:
+        return False
+    if not current.may_write:
         return False
     proof = current.proof
     ranks, numbers = proof.ranks | {report.rank}, report.numbers
@@ -25,10 +27,6 @@ def told(step: Step, report: RankStepped) -> bool:
     if current.is_complete(ranks):
         step.tell(reports.Stepped(report.round, numbers))
     return True
-
-
-def _proves(current: Round) -> bool:
-    return current.stop is not None and current.stop.proves
 
 
 def holds(step: Step) -> bool:

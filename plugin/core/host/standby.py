@@ -32,7 +32,7 @@ class Standby(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RoomBeside:
     """Measured room for ``workers`` more on a host, in bytes.
 
     Attributes:
@@ -53,30 +53,30 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StandbyChoice:
     """A level, and the reason against a higher one; empty: there is none."""
 
     level: Standby
     reason: str = ""
 
 
-def choose(policy: str, room: Room) -> Choice:
+def choose(policy: str, room: RoomBeside) -> StandbyChoice:
     """Choose the level of standby for the next round's workers on a host.
 
     Args:
         policy: One of ``POLICIES``.
     """
     if policy == NEVER:
-        return Choice(Standby.NOTHING, "[resize] standby is never")
+        return StandbyChoice(Standby.NOTHING, "[resize] standby is never")
     if policy == ALWAYS or not room.used:
-        return Choice(Standby.MODELS)
+        return StandbyChoice(Standby.MODELS)
     against = _against_models(policy, room)
     if not against:
-        return Choice(Standby.MODELS)
+        return StandbyChoice(Standby.MODELS)
     without = _against_brink(room)
     if not without:
-        return Choice(Standby.BRINK, against)
-    return Choice(Standby.NOTHING, f"{against}; {without}")
+        return StandbyChoice(Standby.BRINK, against)
+    return StandbyChoice(Standby.NOTHING, f"{against}; {without}")
 
 
 def bytes_ahead(needed: int, beside: Beside) -> int:
@@ -90,7 +90,7 @@ def bytes_ahead(needed: int, beside: Beside) -> int:
     return max(0, min(within, room))
 
 
-def _against_models(policy: str, room: Room) -> str:
+def _against_models(policy: str, room: RoomBeside) -> str:
     """Return the reason against two models; empty: there is none."""
     if policy == BRINK:
         return "[resize] standby is brink"
@@ -102,7 +102,7 @@ def _against_models(policy: str, room: Room) -> str:
     return f"{room.workers} models may take {_gb(needed)}, {_gb(room.free)} are free"
 
 
-def _against_brink(room: Room) -> str:
+def _against_brink(room: RoomBeside) -> str:
     """Return the reason against the brink; empty: there is none."""
     if room.brink is None:
         return "the script cannot stop before its model has memory"

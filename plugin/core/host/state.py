@@ -436,7 +436,6 @@ class HostState:
         is_rejoining: The host joins again once its workers are gone.
         last_round: Highest known round number.
         remembered: The job's record for the next coordinator.
-        exit: Exit code of the agent.
     """
 
     settings: HostSettings

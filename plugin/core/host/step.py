@@ -74,7 +74,7 @@ class Step:
         self.due += due
 
     def tell(self, report: Report) -> None:
-        self.due.append(actions.Tell(report))
+        self.due.append(actions.SendReport(report))
 
     def log(self, level: Level, text: str) -> None:
         self.due.append(actions.Log(level, text))

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from scalai.core.job.membership import Generation
-from scalai.core.job.recovery import Descent, Origin, State, contains
+from scalai.core.job.recovery import Descent, KnownState, Origin, contains
 
 
 class SnapshotId(NamedTuple):
@@ -54,7 +54,7 @@ class PartFacts:
         return snapshot_id(self.snapshot)
 
 
-class Standing(Enum):
+class NumberStanding(Enum):
     """Standing of a number in the job."""
 
     MADE = "this coordinator gave it to a snapshot"
@@ -66,9 +66,9 @@ class Standing(Enum):
     GIVEN_UP = "a person gave it up; hosts drop it at the next start"
 
 
-HELD = frozenset({Standing.MADE, Standing.BROUGHT, Standing.OFFERED})
+HELD = frozenset({NumberStanding.MADE, NumberStanding.BROUGHT, NumberStanding.OFFERED})
 """A state of the job has the number."""
-PASSED = frozenset({Standing.LEFT, Standing.GIVEN_UP})
+PASSED = frozenset({NumberStanding.LEFT, NumberStanding.GIVEN_UP})
 """Hosts drop parts of these."""
 
 
@@ -85,7 +85,7 @@ class Numbered:
     """
 
     number: int
-    standing: Standing
+    standing: NumberStanding
     snapshot: str = ""
     step: int | None = None
     descent: Descent | None = None
@@ -188,7 +188,7 @@ class Catalogue:
     left: frozenset[str] = frozenset()
     oldest: int = 0
     descends: Descent | None = None
-    failures: tuple[State, ...] = ()
+    failures: tuple[KnownState, ...] = ()
 
     # ------------------------------------------------------------------ questions
 
@@ -197,13 +197,13 @@ class Catalogue:
         return self._standing(number) in HELD
 
     def is_offered(self, number: int) -> bool:
-        return self._standing(number) is Standing.OFFERED
+        return self._standing(number) is NumberStanding.OFFERED
 
     def is_made(self, number: int) -> bool:
         """Whether this coordinator gave the number."""
-        return self._standing(number) is Standing.MADE
+        return self._standing(number) is NumberStanding.MADE
 
-    def _standing(self, number: int) -> Standing | None:
+    def _standing(self, number: int) -> NumberStanding | None:
         found = self.numbered.get(number)
         return None if found is None else found.standing
 
@@ -284,7 +284,7 @@ class Catalogue:
         known = [
             number
             for number, each in self.numbered.items()
-            if each.standing in HELD | {Standing.UNREAD} and not self.is_offered(number)
+            if each.standing in HELD | {NumberStanding.UNREAD} and not self.is_offered(number)
         ]
         return tuple(
             self._lacking(number, survey.of(number))
@@ -318,7 +318,7 @@ class Catalogue:
         known = {*held.writers} - held.hosts
         return {host: why for host, why in sorted(self.unread.items()) if host not in known}
 
-    def states(self, present: Iterable[str], survey: Survey) -> tuple[State, ...]:
+    def states(self, present: Iterable[str], survey: Survey) -> tuple[KnownState, ...]:
         """All known states, as candidates to go on from with the ``present`` hosts."""
         whole = self.whole(survey)
         newest = whole[-1].number if whole else 0
@@ -329,7 +329,7 @@ class Catalogue:
             is_offered = self.is_offered(each.number)
             origin = Origin.DISK if is_offered else self.numbered[each.number].origin
             found.append(
-                State(
+                KnownState(
                     origin, each.step, each.number, tuple(sorted(each.hosts)), tuple(lost),
                     doubt="" if is_offered or each.number <= newest else passed,
                     is_left_behind=is_offered,
@@ -340,16 +340,16 @@ class Catalogue:
             if one.number not in is_whole:
                 origin, lacks = self.numbered[one.number].origin, what_lacks(one)
                 found.append(
-                    State(origin, one.step, one.number, one.present, one.missing, lacks=lacks)
+                    KnownState(origin, one.step, one.number, one.present, one.missing, lacks=lacks)
                 )
         for sealed in self.unfinished(present, survey):
             why = f"the parts of {list(sealed.missing)} are missing"
             found.append(
-                State(Origin.SEALED, sealed.step, None, sealed.present, sealed.missing, why)
+                KnownState(Origin.SEALED, sealed.step, None, sealed.present, sealed.missing, why)
             )
         if (refused := self.furthest_refused()) is not None:
             found.append(
-                State(Origin.SEALED, refused.step, hosts=refused.hosts, doubt=refused.reason)
+                KnownState(Origin.SEALED, refused.step, hosts=refused.hosts, doubt=refused.reason)
             )
         return tuple(found)
 
@@ -380,7 +380,7 @@ class Catalogue:
         step = self.sealed[name].step
         return replace(
             self.without_sealed({name})._with(
-                Numbered(number, Standing.MADE, name, step, descent, origin)
+                Numbered(number, NumberStanding.MADE, name, step, descent, origin)
             ),
             refused={n: entry for n, entry in self.refused.items() if entry.step > step},
             left=self.left - frozenset(hosts),
@@ -388,7 +388,9 @@ class Catalogue:
 
     def with_failure(self, step: int, why: str) -> "Catalogue":
         """Record that survivors of a failure wrote no state at this step."""
-        return replace(self, failures=(*self.failures, State(Origin.SURVIVORS, step, lacks=why)))
+        return replace(
+            self, failures=(*self.failures, KnownState(Origin.SURVIVORS, step, lacks=why))
+        )
 
     # ------------------------------------------------------------------ generations
 
@@ -404,7 +406,7 @@ class Catalogue:
             # The holders of another state of this number are lost, and with them the cause of a
             # doubt.
             known = self._with(replace(found, unproven=None))
-        return known._took(part, Standing.BROUGHT)
+        return known._took(part, NumberStanding.BROUGHT)
 
     def offered(self, part: PartFacts, holders: Collection[str]) -> "Catalogue | None":
         """Add a part in a durable directory, perhaps of a generation left behind. None: it is
@@ -413,9 +415,9 @@ class Catalogue:
         is_passed = found is not None and found.standing in PASSED
         if is_passed or self.is_foreign(part, holders):
             return None
-        return self._took(part, Standing.OFFERED)
+        return self._took(part, NumberStanding.OFFERED)
 
-    def _took(self, part: PartFacts, standing: Standing) -> "Catalogue":
+    def _took(self, part: PartFacts, standing: NumberStanding) -> "Catalogue":
         before = self.numbered.get(part.number, Numbered(part.number, standing))
         taken = replace(before, snapshot=part.snapshot, step=part.step, descent=part.descent)
         if not self.has(part.number):
@@ -437,15 +439,15 @@ class Catalogue:
 
     def with_aside(self, number: int) -> "Catalogue":
         """Set a host's generation aside: the job begins anew."""
-        return self._with(Numbered(number, Standing.ASIDE))
+        return self._with(Numbered(number, NumberStanding.ASIDE))
 
     def gone_back_to(self, number: int | None) -> tuple["Catalogue", tuple[int, ...]]:
         """Go on from this generation. Also returns the numbers for hosts to drop: later, incomplete
         ones, and those given up by a person."""
         later = [n for n in self.numbered if self.has(n) and n > (number or 0)]
-        known = self._with(*(_gone(self.numbered[n], Standing.LEFT) for n in later))
-        told = [n for n, e in known.numbered.items() if e.standing is Standing.GIVEN_UP]
-        known = known._with(*(_gone(known.numbered[n], Standing.LEFT) for n in told))
+        known = self._with(*(_gone(self.numbered[n], NumberStanding.LEFT) for n in later))
+        told = [n for n, e in known.numbered.items() if e.standing is NumberStanding.GIVEN_UP]
+        known = known._with(*(_gone(known.numbered[n], NumberStanding.LEFT) for n in told))
         return known._chosen(number or 0), tuple(sorted({*later, *told}))
 
     def gave_up_after(self, number: int, survey: Survey) -> "Catalogue":
@@ -458,13 +460,13 @@ class Catalogue:
         ]  # fmt: skip
         known = [n for n in self.numbered if self.has(n) or self.numbered[n].damaged]
         later = [n for n in known if n > number or n in apart]
-        gone = self._with(*(_gone(self.numbered[n], Standing.GIVEN_UP) for n in later))
+        gone = self._with(*(_gone(self.numbered[n], NumberStanding.GIVEN_UP) for n in later))
         return replace(gone._chosen(number), refused={}, unread={})
 
     def _chosen(self, number: int) -> "Catalogue":
         if not self.is_offered(number):
             return self
-        return self._with(replace(self.numbered[number], standing=Standing.BROUGHT))
+        return self._with(replace(self.numbered[number], standing=NumberStanding.BROUGHT))
 
     def keeping(self, number: int, writers: Collection[str]) -> tuple["Catalogue", tuple[int, ...]]:
         """Forget all generations before this one. Also returns the numbers for hosts to drop.
@@ -474,7 +476,7 @@ class Catalogue:
             writers: Hosts of the remaining generations.
         """
         older = [n for n in self.numbered if n < number]
-        aside = [n for n in self.numbered if self._standing(n) is Standing.ASIDE]
+        aside = [n for n in self.numbered if self._standing(n) is NumberStanding.ASIDE]
         dropped = {*filter(self.has, older), *aside}
         kept = self._without({*older, *aside})
         found = kept.numbered.get(number)
@@ -496,7 +498,7 @@ class Catalogue:
 
     def with_damage(self, host: str, number: int, reason: str) -> "Catalogue":
         """Record an unreadable generation on a host or in its durable directory."""
-        before = self.numbered.get(number, Numbered(number, Standing.UNREAD))
+        before = self.numbered.get(number, Numbered(number, NumberStanding.UNREAD))
         if before.standing in PASSED:
             return self
         return self._with(replace(before, damaged={**before.damaged, host: reason}))
@@ -534,7 +536,7 @@ class Catalogue:
         return self if before.unproven is None else self._with(replace(before, unproven=None))
 
 
-def _gone(entry: Numbered, standing: Standing) -> Numbered:
+def _gone(entry: Numbered, standing: NumberStanding) -> Numbered:
     return Numbered(entry.number, standing, entry.snapshot, entry.step, entry.descent)
 
 

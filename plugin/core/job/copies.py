@@ -9,7 +9,6 @@ class Replication:
 
     Attributes:
         order: Number of the command.
-        generation: Its number.
         hosts: Hosts that make replicas.
         awaited: Hosts without an answer.
         since: Start, in seconds of the job's clock.

@@ -206,7 +206,7 @@ def difference(one: float, other: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProofAsked:
     """Workers of a round make a step more behind its end.
 
     Attributes:
@@ -225,7 +225,7 @@ class Asked:
 class Waiting:
     """The new round has made the step and trains on; the old one has yet to report it."""
 
-    asked: Asked
+    asked: ProofAsked
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +254,18 @@ class FunctionProof:
     dtype: str = "float32"
     is_random: bool = False
     remade: Remade = Remade()
-    proof: Asked | Waiting | Refuted | None = None
+    proof: ProofAsked | Waiting | Refuted | None = None
     after: Numbers | None = None
     found: str = ""
     seconds: float = 0.0
     said: str = ""
 
     @property
-    def asked(self) -> Asked | None:
+    def asked(self) -> ProofAsked | None:
         """The step that the old workers make, until it is judged."""
         if isinstance(self.proof, Waiting):
             return self.proof.asked
-        return self.proof if isinstance(self.proof, Asked) else None
+        return self.proof if isinstance(self.proof, ProofAsked) else None
 
     @property
     def is_waiting(self) -> bool:

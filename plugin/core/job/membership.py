@@ -135,7 +135,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Standby:
+class StandbyRound:
     """A round with workers beside the present ones."""
 
     round: int
@@ -249,7 +249,6 @@ class JobSettings:
     Attributes:
         assign, why_not, place, share: Choice of workers, degrees, order of hosts and shares.
         settle_s: Quiet seconds before a change is made.
-        max_hosts: Most hosts.
         most_failures: Failures that the job survives; progress may refill its budget to them.
         does_refill: Training progress refills the budget.
         is_loss_free: Loss of a host is a change, without the cost of a restart.
@@ -295,8 +294,6 @@ class Budget:
     """Failures that a job survives.
 
     Attributes:
-        left: Failures left.
-        counted_round: Last round with a counted failure.
         tries: Possible chance failures of the present assignment.
         start_error: The script's error in the last start, before any round has stepped.
         was_start_killed: A signal ended the last start before its proof.
@@ -335,7 +332,7 @@ class Change:
     at: float | None = None
     again_at: float | None = None
     withdrawn: int = 0
-    standby: Standby | None = None
+    standby: StandbyRound | None = None
     last_round: int = 0
     ran: Assignment | None = None
     failed: tuple[FailedChange, ...] = ()

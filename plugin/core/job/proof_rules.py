@@ -7,10 +7,10 @@ from dataclasses import replace
 from scalai.core.job.assigning import next_assignment
 from scalai.core.job.function_proof import (
     PROOF_S,
-    Asked,
     FunctionProof,
     Made,
     Numbers,
+    ProofAsked,
     StepComparison,
     Waiting,
     compare,
@@ -41,7 +41,7 @@ def agreed(job: Job) -> Job:
     )
     if target is None or not _is_due(job, target):
         return job
-    proof = Asked(job.round, active(job))
+    proof = ProofAsked(job.round, active(job))
     return replace(job, function=replace(job.function, proof=proof))
 
 

@@ -69,7 +69,7 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class KnownState:
     """A known state of the job.
 
     Attributes:
@@ -111,8 +111,8 @@ class State:
 class Recovery:
     """The ``state`` to go on from (None: none), and the others with their reasons, newest first."""
 
-    state: State | None
-    others: tuple[tuple[State, str], ...]
+    state: KnownState | None
+    others: tuple[tuple[KnownState, str], ...]
 
     def __str__(self) -> str:
         state = self.state
@@ -132,14 +132,14 @@ class Recovery:
         }
 
 
-def _to_json(state: State) -> dict[str, Json]:
+def _to_json(state: KnownState) -> dict[str, Json]:
     return {
         "origin": state.origin.name.lower(), "step": state.step, "generation": state.number,
         "hosts": list(state.hosts), "lost": list(state.lost),
     }  # fmt: skip
 
 
-def newest_whole(states: Iterable[State]) -> Recovery:
+def newest_whole(states: Iterable[KnownState]) -> Recovery:
     """The newest whole state without doubt.
 
     An uncommitted one counts only if it is further than every usable generation.
@@ -156,13 +156,13 @@ def newest_whole(states: Iterable[State]) -> Recovery:
     return Recovery(chosen, tuple(others))
 
 
-def _is_further(state: State, than: State | None) -> bool:
+def _is_further(state: KnownState, than: KnownState | None) -> bool:
     if state.step is None:
         return False
     return than is None or than.step is None or state.step > than.step
 
 
-def _why_not(state: State, chosen: State | None) -> str:
+def _why_not(state: KnownState, chosen: KnownState | None) -> str:
     if state.is_left_behind and chosen is not None and not chosen.is_left_behind:
         return "the job has gone on without it"
     if chosen is not None and _is_further(state, chosen):

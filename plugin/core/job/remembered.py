@@ -47,8 +47,6 @@ class Remembered:
         term: Number of its coordinator.
         number: Number of the record within the term.
         request: Persons' requests, and assignments out of memory.
-        max_hosts: Most hosts.
-        failures_left: Failures left.
         counted_round: Last round with a counted failure; 0: none.
         tries: Possible chance failures of the present assignment.
         ran: Last assignment with a step of every rank; None: none yet.
@@ -83,7 +81,6 @@ class Underway:
 
     Attributes:
         run: Name of the run of the job.
-        round: Its number.
         workers: All hosts of the round with their number of workers, in rank order.
         degrees: As in ``Degrees.to_json``.
         micro_batch_size, recompute, offload: None: the script's own.

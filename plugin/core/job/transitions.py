@@ -16,7 +16,7 @@ from scalai.core.job.membership import (
     Attempt,
     Job,
     Phase,
-    Standby,
+    StandbyRound,
     active,
     forget_sealed,
     leaving,
@@ -128,7 +128,7 @@ def _build(job: Job, target: Assignment | None) -> Result:
     if target is None or not job.settings.build_timeout_s:
         job, actions = prepare(job)
         return job, (*given_up, *actions)
-    standby = Standby(job.change.last_round + 1, target)
+    standby = StandbyRound(job.change.last_round + 1, target)
     change = replace(job.change, standby=standby, last_round=standby.round)
     awaited = frozenset(target.active)
     job = replace(respacing.built(job), phase=Phase.BUILDING, awaited=awaited, change=change)

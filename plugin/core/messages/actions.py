@@ -4,7 +4,7 @@ to hosts, and a few acts of its own."""
 from dataclasses import dataclass
 
 from scalai.core.dataset.ledger import Lost
-from scalai.core.job.membership import Assignment, Standby
+from scalai.core.job.membership import Assignment, StandbyRound
 from scalai.core.messages.commands import Command
 
 
@@ -21,7 +21,7 @@ class BuildRound:
     """Start a standby round's workers beside the present ones; they build their models and wait.
     ``every``: steps between their snapshots."""
 
-    standby: Standby
+    standby: StandbyRound
     every: int = 0
 
 

@@ -9,7 +9,7 @@ from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.overlaps import overlaps_of
-from scalai.core.planner.placement import EXACT_HOSTS, Placed, place_by
+from scalai.core.planner.placement import Placed, place_by
 from scalai.core.planner.reconfiguration import Hosts, Rates, Reconfiguration, cost_of
 from scalai.core.planner.search import Choices, Estimate, estimates, search
 from scalai.core.planner.step_memory import USABLE
@@ -110,11 +110,9 @@ def options_for(
     there: Hosts,
     *,
     lost: frozenset[str] = frozenset(),
-    rates: Rates | None = None,
     relaunch_s: float | None = None,
     step_s: float = 0.0,
     calibration: Calibration | None = None,
-    exact_hosts: int = EXACT_HOSTS,
 ) -> list[Option]:
     """Return each candidate on the hosts with the fewest crossing bytes, with the cost of the
     change.
@@ -127,7 +125,7 @@ def options_for(
     Raises:
         RefusedError: The overlaps of all candidates are unknown; single ones are left out.
     """
-    rates, calibration = rates or Rates(), calibration or uncalibrated()
+    rates, calibration = Rates(), calibration or uncalibrated()
     order = in_order(before_hosts, there)
     can_stay = _goes_on(before_hosts, there, lost)
     found: list[Option] = []
@@ -143,9 +141,7 @@ def options_for(
         except RefusedError as error:  # other candidates may have known overlaps
             refused = refused or error
             continue
-        placed: Placed = place_by(
-            overlaps, before_hosts, new, devices=dict(there), lost=lost, exact_hosts=exact_hosts
-        )
+        placed: Placed = place_by(overlaps, before_hosts, new, devices=dict(there), lost=lost)
         hosts = tuple((name, count) for name, count in placed.hosts if count)
         change = cost_of(
             before, estimate.layout, before_hosts, hosts, overlaps, device=device, lost=lost,
@@ -170,7 +166,6 @@ def plan_change(
     calibration: Calibration | None = None,
     residence_s: float = RESIDENCE_S,
     lost: frozenset[str] = frozenset(),
-    rates: Rates | None = None,
     relaunch_s: float | None = None,
 ) -> ChangeChoice:
     """Search on the available hosts, and choose.
@@ -200,7 +195,7 @@ def plan_change(
         raise why or RefusedError(f"nothing fits on {devices} devices; add devices.")
     distinct = list({one.layout: replace(one, reason="") for one in reversed(fitting)}.values())
     options = options_for(
-        work, device, distinct[::-1], before, before_hosts, there, lost=lost, rates=rates,
+        work, device, distinct[::-1], before, before_hosts, there, lost=lost,
         relaunch_s=relaunch_s, step_s=present.seconds, calibration=calibration,
     )  # fmt: skip
 

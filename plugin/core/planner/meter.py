@@ -94,7 +94,6 @@ class Meter:
     """Observations of a round.
 
     Attributes:
-        round: Number of the round.
         first: First observed step.
         since: Step and time of the present window's begin; None: none.
         newest: Furthest step so far.

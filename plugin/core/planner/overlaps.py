@@ -278,7 +278,6 @@ class Cells:
         tensor, row, column: Matrix of a box, and its first row and column, [boxes].
         rows, columns: Sizes of a box, [boxes].
         cell: Cell of a box, [boxes].
-        count: Number of cells.
         holder_cell, holder_rank: Pairs of a cell and one of its ranks, [holders].
         length: Elements of each matrix, [matrices].
         width: Columns of each matrix, [matrices].

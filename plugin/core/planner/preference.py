@@ -56,7 +56,6 @@ class Measured:
 
     Attributes:
         micro_batch: Samples of a pass.
-        steps: Number of steps measured.
         seconds: Typical seconds of one step.
         recompute, offload: None: by the script's flags.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from scalai.core.degrees.batches import Shares
-from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal, stage_counts
+from scalai.core.degrees.degrees import Degrees, ModelLimits, divisors, refusal, stage_counts
 from scalai.core.degrees.passes import (
     MICRO_BATCHES,
     OFFLOADS,
@@ -124,7 +124,6 @@ def search(
 
     Args:
         devices: Number of devices; a plan may leave some idle.
-        limits: Limits of the model and the framework.
 
     Raises:
         RefusedError: No layout is valid, or no valid one fits; the message names the nearest way
@@ -279,12 +278,6 @@ def _micro_batches(batch: int, choices: Choices) -> list[int]:
     if choices.micro_batches:
         return [micro for micro in choices.micro_batches if batch % micro == 0]
     return [micro for micro in divisors(batch) if micro <= MICRO_BATCHES]
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors, ascending."""
-    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 NAMES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "recompute", "sharding", "offload")

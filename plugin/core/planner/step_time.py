@@ -177,11 +177,6 @@ def head_time(x: Cases, k: Coefficients) -> Floats:
     )
 
 
-def core_attention_time(layer: LayerTime) -> Floats:
-    """Return the recomputed seconds of a layer under selective recomputation."""
-    return layer.attention
-
-
 def _feed_forward(x: Cases, k: Coefficients, rows: Floats, width: Floats) -> Floats:
     up = product(x, k, rows, width * (1 + x.model.is_gated), x.model.hidden)
     return up + product(x, k, rows, x.model.hidden, width)
@@ -371,9 +366,8 @@ def step_time(x: Cases, k: Coefficients = DEFAULT) -> StepTime:
     layers = np.ceil(x.model.layers / x.layout.pp)
     passes = 2.0 + (x.layout.recompute == 2)
     forward, backward = layer.forward, layer.backward(x.work.is_attention_fused)
-    again = np.select(
-        [x.layout.recompute == 2, x.layout.recompute == 1], [forward, core_attention_time(layer)], 0
-    )
+    kinds = [x.layout.recompute == 2, x.layout.recompute == 1]
+    again = np.select(kinds, [forward, layer.attention], 0)
     parts = {
         "compute": layers * (forward + backward),
         "recompute": layers * again,

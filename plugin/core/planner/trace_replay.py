@@ -9,14 +9,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import DegreeRequest, Degrees, ModelLimits, divisors, refusal
 from scalai.core.degrees.passes import MICRO_BATCHES
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, Layout, Workload, columns_of
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration
 from scalai.core.planner.reconfiguration import Rates, reconfiguration
-from scalai.core.planner.search import Choices, divisors, search
+from scalai.core.planner.search import Choices, search
 from scalai.core.planner.step_memory import fits, step_memory
 from scalai.core.planner.trace import Trace, TraceEvent
 from scalai.core.planner.weighing import RESIDENCE_S, is_worth_leaving, steps_within

@@ -10,6 +10,7 @@ from hypothesis import example as case
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalai.core import fields
 from scalai.core.dataset import ledger as module
 from scalai.core.dataset.drawn import COUNTED, Draw, Intervals, Number, split
 from scalai.core.dataset.ledger import Ledger, Lost, judge
@@ -230,7 +231,7 @@ def damages() -> list[Any]:
     def sealed(change: dict[str, Any]) -> Any:
         content = {name: value for name, value in {**example(), **change}.items()
                    if name != "digest" and value is not None}  # fmt: skip
-        return {**content, "digest": module.digest_of(content)}
+        return {**content, "digest": fields.digest_of(content)}
 
     torn = {**example(), "at": [7, 28]}
     run = {**example()["passes"][0], "pass": [0, 0, 1, 0], "taken": [2, 9]}
@@ -275,7 +276,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("again"), st.integers(1, 3)),
     ),
     max_size=25,
-)  # fmt: skip
+)
 
 
 def is_once(seen: list[int], length: int | None) -> bool:
@@ -398,6 +399,6 @@ def test_a_worker_that_was_killed_before_it_wrote_proves_nothing_against_the_oth
         ([hashed(1), hashed(2), hashed(2)], "two processes have written it"),
         ([hashed(1), hashed(2), hashed(1)], "two processes have written it"),
     ],
-)  # fmt: skip
+)
 def test_what_breaks_the_order_of_lines_is_found(lines: list[StepLine], text: str) -> None:
     assert text in " ".join(judge_lines(files(lines)).breaks)

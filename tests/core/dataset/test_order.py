@@ -304,9 +304,7 @@ def test_batches_follow_each_other_without_a_gap_from_any_number_on(
 
 # ------------------------------------------------------------------ the table of data sets
 
-TABLE = DatasetTable(
-    {"a": "/a", "b": "s3://b"}, {"a": 4}, {"b": 7}, 12, (4, 4, 60)
-)  # fmt: skip
+TABLE = DatasetTable({"a": "/a", "b": "s3://b"}, {"a": 4}, {"b": 7}, 12, (4, 4, 60))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_ranks_that_do_not_fit_are_idle_and_the_reason_is_said(
         (7, 8, None, Degrees(1, 1, 4), "DP7 would need as many passes as DP4"),
         (9, 8, None, Degrees(1, 1, 8), "dp=9 does not divide global_batch_size=8"),
     ],
-)  # fmt: skip
+)
 def test_replicas_that_do_not_divide_the_batch_are_as_many_as_shorten_a_step(
     world: int, batch: int, micro: int | None, degrees: Degrees, words: str
 ) -> None:

@@ -11,7 +11,7 @@ from scalai.core.host.standby import (
     DEVICE_BYTES,
     HOST_BYTES,
     NEVER,
-    Room,
+    RoomBeside,
     Standby,
     bytes_ahead,
     choose,
@@ -19,7 +19,7 @@ from scalai.core.host.standby import (
 from scalai.core.messages.worker_messages import AtBrink, Beside
 
 GB = 1_000_000_000
-WIDE = Room(2, used=4 * GB, free=10 * GB, brink=AtBrink(0, 0))
+WIDE = RoomBeside(2, used=4 * GB, free=10 * GB, brink=AtBrink(0, 0))
 SHORT = replace(WIDE, free=9 * GB)
 """Room for two models with the reserve, and for less."""
 HOST_COPY = replace(SHORT, free=5 * GB, brink=AtBrink(2 * GB, 0))
@@ -42,8 +42,8 @@ DEVICE = replace(WIDE, on_devices=True, device_free=DEVICE_BYTES)
         (AUTO, replace(DEVICE, brink=AtBrink(0, GB)), Standby.NOTHING, "may take 3.4 GB of a"),
         (AUTO, replace(DEVICE, device_free=None), Standby.NOTHING, "is unknown"),
         (AUTO, replace(DEVICE, brink=None), Standby.NOTHING, "device memory holds one model"),
-        (AUTO, Room(2, used=0, free=0), Standby.MODELS, ""),
-        (ALWAYS, Room(2, used=4 * GB, free=0), Standby.MODELS, ""),
+        (AUTO, RoomBeside(2, used=0, free=0), Standby.MODELS, ""),
+        (ALWAYS, RoomBeside(2, used=4 * GB, free=0), Standby.MODELS, ""),
         (ALWAYS, replace(DEVICE, device_free=None), Standby.MODELS, ""),
         (BRINK, WIDE, Standby.BRINK, "standby is brink"),
         (BRINK, replace(WIDE, brink=None), Standby.NOTHING, "the script cannot stop before"),
@@ -51,7 +51,7 @@ DEVICE = replace(WIDE, on_devices=True, device_free=DEVICE_BYTES)
     ],
 )
 def test_the_highest_level_with_room_is_chosen(
-    policy: str, room: Room, level: Standby, words: str
+    policy: str, room: RoomBeside, level: Standby, words: str
 ) -> None:
     choice = choose(policy, room)
     assert choice.level is level and words in choice.reason

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.job.catalogue import Catalogue, Contents, PartFacts, Standing, Survey
+from scalai.core.job.catalogue import Catalogue, Contents, NumberStanding, PartFacts, Survey
 from scalai.core.job.membership import Generation
 from scalai.core.job.outlook import (
     Admittance,
@@ -477,7 +477,7 @@ def test_what_was_dropped_is_not_taken_and_a_disk_may_still_offer_it() -> None:
     known.catalogue, dropped = known.catalogue.keeping(4, "a")
     assert dropped == (3,) and known.catalogue.added(OLD.facts, ()) is None
     offered = known.catalogue.offered(OLD.facts, ())
-    assert offered is not None and offered.numbered[3].standing is Standing.OFFERED
+    assert offered is not None and offered.numbered[3].standing is NumberStanding.OFFERED
 
 
 # ---------------------------------------------------------------------- the line that says so

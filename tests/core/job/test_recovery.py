@@ -11,8 +11,8 @@ from scalai.core.job.recovery import (
     LINEAGE,
     MOST_RUNS,
     Descent,
+    KnownState,
     Origin,
-    State,
     contains,
     lineage_from,
     newest_whole,
@@ -56,13 +56,15 @@ def is_whole(held: dict[str, Collection]) -> bool:
     return all(mask.all() for mask in found.values())
 
 
-def state_of(held: dict[str, Collection], origin: Origin, step: int, number: int | None) -> State:
+def state_of(
+    held: dict[str, Collection], origin: Origin, step: int, number: int | None
+) -> KnownState:
     """Return what is known of a state that these hosts hold."""
     cover = Cover()
     for host, pieces in held.items():
         cover.put(host, pieces, len(TENSORS))
     lacks = "" if cover.is_whole() else "parts are missing"
-    return State(origin, step, number, tuple(sorted(held)), lacks=lacks)
+    return KnownState(origin, step, number, tuple(sorted(held)), lacks=lacks)
 
 
 def left(held: dict[str, Collection], lost: set[str]) -> dict[str, Collection]:
@@ -75,7 +77,7 @@ def left(held: dict[str, Collection], lost: set[str]) -> dict[str, Collection]:
 def test_the_newest_whole_state_is_found_after_any_losses(data: st.DataObject) -> None:
     """Snapshots every few steps, of which some have replicas; survivors at two steps; a disk."""
     lost = data.draw(st.sets(st.sampled_from(HOSTS)))
-    step, states = 0, list[State]()
+    step, states = 0, list[KnownState]()
     known: list[tuple[int, int | None, dict[str, Collection]]] = []
     for number in range(1, data.draw(st.integers(1, 4))):
         step += data.draw(st.integers(1, 10))
@@ -113,9 +115,9 @@ def test_with_replicas_so_many_hosts_may_be_lost(
 
 
 def test_what_is_in_doubt_is_passed_over_and_named() -> None:
-    torn = State(Origin.SEALED, 12, hosts=("a", "b"), doubt="replicas of 'main/w' differ")
-    rescued = State(Origin.SURVIVORS, 14, lacks="1 of 2 tensors are held by ['a'].")
-    kept = State(Origin.SNAPSHOT, 10, 4, ("a", "b"), ("c",))
+    torn = KnownState(Origin.SEALED, 12, hosts=("a", "b"), doubt="replicas of 'main/w' differ")
+    rescued = KnownState(Origin.SURVIVORS, 14, lacks="1 of 2 tensors are held by ['a'].")
+    kept = KnownState(Origin.SNAPSHOT, 10, 4, ("a", "b"), ("c",))
     answer = newest_whole([kept, torn, rescued])
     assert answer.state is kept
     assert str(answer) == (
@@ -128,15 +130,15 @@ def test_what_is_in_doubt_is_passed_over_and_named() -> None:
 
 def test_numbers_tell_the_order_where_a_job_went_back() -> None:
     """Generation 5 of step 20 was made after the job went back from generation 4 of step 30."""
-    states = [State(Origin.STOP, 30, 4, ("a",)), State(Origin.STOP, 20, 5, ("a",))]
+    states = [KnownState(Origin.STOP, 30, 4, ("a",)), KnownState(Origin.STOP, 20, 5, ("a",))]
     answer = newest_whole(states)
     assert answer.state is states[1]
     assert answer.others == ((states[0], "the job had gone back behind it"),)
 
 
 def test_what_only_a_disk_knows_counts_last() -> None:
-    disk = State(Origin.DISK, 90, 9, ("a",), is_left_behind=True)
-    kept = State(Origin.STORE, 10, 2, ("a",))
+    disk = KnownState(Origin.DISK, 90, 9, ("a",), is_left_behind=True)
+    kept = KnownState(Origin.STORE, 10, 2, ("a",))
     answer = newest_whole([disk, kept])
     assert answer.state is kept
     assert answer.others == ((disk, "the job has gone on without it"),)
@@ -148,10 +150,10 @@ def test_nothing_is_nothing() -> None:
 
 
 def test_what_was_not_committed_counts_where_it_is_further() -> None:
-    kept = State(Origin.SNAPSHOT, 10, 4, ("a",))
-    assert newest_whole([kept, State(Origin.SEALED, 10)]).state is kept
-    further = State(Origin.SURVIVORS, 11, hosts=("a",))
-    assert newest_whole([kept, further, State(Origin.SEALED, None)]).state is further
+    kept = KnownState(Origin.SNAPSHOT, 10, 4, ("a",))
+    assert newest_whole([kept, KnownState(Origin.SEALED, 10)]).state is kept
+    further = KnownState(Origin.SURVIVORS, 11, hosts=("a",))
+    assert newest_whole([kept, further, KnownState(Origin.SEALED, None)]).state is further
 
 
 # ---------------------------------------------------------------------- lineage

@@ -103,10 +103,10 @@ def test_what_no_measurement_is_like_is_named() -> None:
     assert {"tp=16", "pp=8", "dp=1", "micro_batch=8"} <= set(found.never_seen(beyond, 0))
 
 
-def slower_in_shared_hosts(x: Cases, noise: float = 0.03) -> np.ndarray:
+def slower_in_shared_hosts(x: Cases) -> np.ndarray:
     """Return steps with what no coefficient has: pipelines that share hosts are slower by 30 %."""
     shared = (x.layout.pp > 1) & (x.layout.tp < x.device.per_host)
-    return measured(x, SLOW, noise) * np.where(shared, 1.3, 1.0)
+    return measured(x, SLOW, 0.03) * np.where(shared, 1.3, 1.0)
 
 
 def of_model(x: Cases, hidden: int, *, is_it: bool) -> list[int]:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.degrees.degrees import Degrees, ModelLimits, refusal
+from scalai.core.degrees.degrees import Degrees, ModelLimits, divisors, refusal
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.fit import calibrate
 from scalai.core.planner.score import limits_of
-from scalai.core.planner.search import Choices, LayoutPlan, divisors, search
+from scalai.core.planner.search import Choices, LayoutPlan, search
 from scalai.core.planner.step_memory import USABLE, step_memory
 from scalai.core.planner.step_time import step_time
 from support.model_shapes import gpt
