@@ -40,7 +40,7 @@ def make(folder: Path, dtype: str, **settings: Any) -> tuple[Path, Path, dict[st
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3 if "lora" in name else 1.0)
-    adapted.save_pretrained(folder / "adapter")
+    adapted.save_pretrained(str(folder / "adapter"))
     expected = adapted.merge_and_unload().state_dict()
     return folder / "base", folder / "adapter", dict(expected)
 

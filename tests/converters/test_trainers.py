@@ -169,8 +169,8 @@ def test_an_adapter_of_peft_goes_on_at_other_degrees_though_its_base_was_not_sav
         _, weights = read_tensor(found, f"param/{of[0]}.default.{of[2]}")
         assert weights.tobytes() == value.tobytes(), name
     prints = [{**verify(open_checkpoint(path), 1)} for path in (source, new)]
-    for of in prints:  # the frozen embedding, which stages 0 to 2 save by its second name
-        of.pop("param/base_model.model.transformer.wte.weight", None)
+    for tensors in prints:  # the frozen embedding, which stages 0 to 2 save by its second name
+        tensors.pop("param/base_model.model.transformer.wte.weight", None)
     assert prints[0] == prints[1]
     goes_on(one, run(run_deepspeed, TRAINER, tmp_path / "two", *after, "--lora", "--resume", new))
     capsys.readouterr()

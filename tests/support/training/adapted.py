@@ -55,11 +55,11 @@ class Adapted:
         return own
 
 
-class AdaptedColumn(Adapted, ColumnParallelLinear):  # type: ignore[misc]
+class AdaptedColumn(Adapted, ColumnParallelLinear):
     pass
 
 
-class AdaptedRow(Adapted, RowParallelLinear):  # type: ignore[misc]
+class AdaptedRow(Adapted, RowParallelLinear):
     pass
 
 
