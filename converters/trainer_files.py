@@ -210,8 +210,8 @@ def accompanied(
         return target
     if target.layout == "safetensors":
         kept = tuple(_copy(companions, name) for name in filter(_is_of_model, companions.files))
-        notes = (NO_MODEL,) if ADAPTER in companions.files else ()
-        return replace(target, auxiliary=kept, notes=(*target.notes, *notes))
+        of_adapter = (NO_MODEL,) if ADAPTER in companions.files else ()
+        return replace(target, auxiliary=kept, notes=(*target.notes, *of_adapter))
     if layout_named(target.layout).framework != "deepspeed":
         return target
     carrying = _Carrying(source, companions, *_worlds(source, companions, degrees))
