@@ -49,17 +49,39 @@ REPORT = "scalai.json"
 REPORT_VERSION = 2
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Overlay:
+    """What is read instead of a matrix in a file: it plus ``scale * left @ right``, or this alone.
+
+    The matrix is row-major, [left.shape[0], right.shape[1]], at the bytes ``begin`` to ``end``.
+    """
+
+    begin: int
+    end: int
+    left: npt.NDArray[np.float32]
+    right: npt.NDArray[np.float32]
+    scale: float
+    is_sum: bool
+
+    def identity(self) -> bytes:
+        """Return a value that changes with the overlay."""
+        where = repr((self.begin, self.end, self.scale, self.is_sum)).encode()
+        return where + self.left.tobytes() + self.right.tobytes()
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
     """A file with pieces.
 
     ``path`` is relative to the checkpoint's directory. ``content`` belongs to files of a source
     that exist in memory only: a value among the settings, but a tensor in other layouts.
+    ``overlays``: changes of a source's numbers on reading.
     """
 
     path: str
     size_bytes: int
     content: bytes | None = None
+    overlays: tuple[Overlay, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

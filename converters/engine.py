@@ -261,6 +261,8 @@ class Conversion:
             stat = None if file.content is not None else (source.directory / file.path).stat()
             when = (stat.st_size, stat.st_mtime_ns) if stat else file.content
             digest.update(repr((file.path, when)).encode())
+            for overlay in file.overlays:
+                digest.update(overlay.identity())
         for placed in (source.placed, target.placed):
             _add_placed(digest, placed)
         for number in sorted(target.fixed):

@@ -97,8 +97,8 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
     ),
     (
         lambda path: (path / "adapter_config.json").is_file(),
-        "It is an adapter of PEFT, not a model. Merge it into its model (merge_and_unload) and "
-        "save that",
+        "It is an adapter of PEFT, not a model: PEFT loads it at any number of ranks. Merge it by "
+        "scalai reshard BASE DST --merge-adapter",
     ),
     (
         _has_pickled_weights,

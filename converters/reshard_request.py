@@ -13,6 +13,7 @@ from scalai.converters.journal import RunPart
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.megatron.modules import expert_of
+from scalai.converters.merging import merged, with_model_files
 from scalai.converters.suspects import find_suspects
 from scalai.converters.trainer_files import accompanied
 from scalai.core.degrees.degrees import Degrees, refusal
@@ -34,6 +35,7 @@ class ReshardRequest:
         is_split: Whether ranks will share the optimizer's state; None: as in the source.
         args_from: Another checkpoint of the target's job, or a TOML file about it.
         mapping: Name or path of another framework's names.
+        adapter: Directory of a PEFT adapter, to be merged into the source.
         repad: Rows of the vocabulary; 0: as the target's framework pads; None: unchanged.
         memory_bytes: Memory of the run; None: a quarter of the free memory.
     """
@@ -46,6 +48,7 @@ class ReshardRequest:
     is_split: bool | None = None
     args_from: Path | None = None
     mapping: str | None = None
+    adapter: Path | None = None
     repad: int | None = None
     memory_bytes: int | None = None
     workers: int = 1
@@ -78,6 +81,8 @@ def prepare(request: ReshardRequest) -> PreparedReshard:
         reference = read_reference(request.args_from, replace(request.read, iteration=None))
     order = None if reference is None else reference.order
     found = open_checkpoint(request.source, replace(request.read, order=order))
+    if request.adapter is not None:
+        found = merged(found, request.adapter)
     layout = layout_named(request.layout or found.layout)
     mapping = named_mapping(request.mapping) if request.mapping else None
     wanted = TargetRequest(
@@ -88,8 +93,13 @@ def prepare(request: ReshardRequest) -> PreparedReshard:
     _check_degrees(source, degrees, values)
     options = WriteOptions(degrees, request.is_split, values, request.read.cuts)
     target = accompanied(source, layout.lay_out(source, options), degrees)
+    if request.adapter is not None:
+        target = with_model_files(found, target)
     free = available_memory(unknown=4 * FALLBACK_MEMORY)
-    limits = Limits(free // 4, request.workers, table_bytes_of(source, target))
+    overlays = [overlay for file in source.placed.files for overlay in file.overlays]
+    adapter_bytes = sum(overlay.left.nbytes + overlay.right.nbytes for overlay in overlays)
+    tables = table_bytes_of(source, target) + adapter_bytes
+    limits = Limits(free // 4, request.workers, tables)
     memory = request.memory_bytes
     if memory is None:
         memory = max(limits.memory_bytes, limits.least_bytes)

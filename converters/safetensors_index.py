@@ -49,7 +49,7 @@ _NUMBERED = re.compile(r"model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class _HeaderEntry:
+class HeaderEntry:
     """A tensor of a file."""
 
     file: str
@@ -163,7 +163,7 @@ def _lay_out(
     return files, fixed, pieces, weight_map
 
 
-def _read_entries(path: Path) -> tuple[dict[str, _HeaderEntry], list[CheckpointFile]]:
+def _read_entries(path: Path) -> tuple[dict[str, HeaderEntry], list[CheckpointFile]]:
     """Return all tensors by name, and the files.
 
     Raises:
@@ -182,12 +182,12 @@ def _read_entries(path: Path) -> tuple[dict[str, _HeaderEntry], list[CheckpointF
         if not isinstance(name, str) or Path(name).name != name:
             raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
     _check_names(path, names)
-    entries: dict[str, _HeaderEntry] = {}
+    entries: dict[str, HeaderEntry] = {}
     files = []
     for name in names:
         size = file_inside(path, name, INDEX).stat().st_size
         files.append(CheckpointFile(name, size))
-        for key, entry in _read_header(path / name, size):
+        for key, entry in read_header(path / name, size):
             if key in entries:
                 raise RefusedError(
                     f"{key} is in {path / name} and in {entries[key].file}. Files of two "
@@ -225,7 +225,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _read_header(path: Path, size: int) -> Iterator[tuple[str, _HeaderEntry]]:
+def read_header(path: Path, size: int) -> Iterator[tuple[str, HeaderEntry]]:
     """Yield the tensors of one file, checked; unknown dtypes are refused."""
     try:
         with open(path, "rb") as file:
@@ -236,7 +236,7 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _HeaderEntry]]:
                     f"{name!r} of {path} is of dtype {dtype!r}, which is not converted: it is none "
                     f"of {', '.join(ITEM_BYTES)}. Leave it out, or save it as one of these."
                 )
-            yield name, _HeaderEntry(path.name, dtype, shape, begin)
+            yield name, HeaderEntry(path.name, dtype, shape, begin)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_memory_short(error) or isinstance(error, RefusedError):
             raise

@@ -11,12 +11,12 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import STEP, Checkpoint, PlacedTensors
+from scalai.converters.checkpoint import STEP, Checkpoint, Overlay, PlacedTensors
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits, bits_dtype
 from scalai.core.tensors.region import Box
-from scalai.store.files import map_file, number_of
+from scalai.store.files import decode, map_file, number_of
 
 
 def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> bool:
@@ -92,7 +92,7 @@ class SourceFiles:
 
     def view(self, placed: PlacedTensors, row: int, part: Box) -> Bits:
         """Return the part of a row in the box ``part``, [part.shape], as bits; a copy only if it
-        has to be rounded. Raises ``OSError``."""
+        has to be rounded or changed. Raises ``OSError``."""
         tensor, _ = placed.collection.box(row)
         begin, stride = place_of_part(placed, row, part)
         file = placed.files[placed.file[row]]
@@ -102,7 +102,53 @@ class SourceFiles:
             return rounded(masters, tensor.dtype)
         dtype = np.dtype(bits_dtype(tensor.dtype))
         view: Bits = np.ndarray(part.shape, dtype, data, begin, stride)
+        for overlay in file.overlays:
+            if overlay.begin <= begin < overlay.end:
+                return overlaid(view, tensor.dtype, overlay, begin)
         return view
+
+
+OVERLAID = 1 << 20
+"""Elements that an overlay changes at a time."""
+
+
+def overlaid(view: Bits, dtype: str, overlay: Overlay, begin: int) -> Bits:
+    """Return bits of a box as an overlay makes them.
+
+    Args:
+        begin: Byte in the file of the box's first element.
+    """
+    made: Bits = np.empty(view.shape, view.dtype)
+    high = max(OVERLAID // max(view[:1].size, 1), 1) if view.ndim else 1
+    for low in range(0, view.shape[0] if view.ndim else 1, high):
+        part = view[low : low + high] if view.ndim else view
+        at = begin + (low * view.strides[0] if view.ndim else 0)
+        values = _change(part, overlay, (at - overlay.begin) // view.itemsize)
+        if overlay.is_sum:
+            values += decode(part, dtype)
+        bits = values.view(np.uint32) if dtype == "F32" else rounded(values, dtype)
+        np.copyto(made[low : low + high] if view.ndim else made, bits)
+    return made
+
+
+def _change(view: Bits, overlay: Overlay, first: int) -> npt.NDArray[np.float32]:
+    """Return ``scale * left @ right`` at the places of a view; its first element has the number
+    ``first`` in the matrix. Each axis of the view goes along rows, or along columns."""
+    columns, ndim = overlay.right.shape[1], view.ndim
+    steps = [step // view.itemsize for step in view.strides]
+    along_rows = [n for n in range(ndim) if view.shape[n] == 1 or steps[n] % columns == 0]
+    along_columns = [n for n in range(ndim) if n not in along_rows]
+    row, column = np.array(first // columns), np.array(first % columns)
+    for n in along_rows:
+        row = row[..., None] + np.arange(view.shape[n]) * (steps[n] // columns)
+    for n in along_columns:
+        column = column[..., None] + np.arange(view.shape[n]) * steps[n]
+    assert column.max(initial=0) < columns, "a piece goes on in the next row of its matrix"
+    product = overlay.left[row.ravel()] @ overlay.right[:, column.ravel()]
+    product *= np.float32(overlay.scale)
+    order = np.argsort([*along_rows, *along_columns])
+    change: npt.NDArray[np.float32] = product.reshape((*row.shape, *column.shape)).transpose(order)
+    return np.ascontiguousarray(change).reshape(view.shape)
 
 
 class Opened:

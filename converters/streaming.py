@@ -89,7 +89,8 @@ class Gatherer:
         number = int(placed.file[row])
         file = placed.files[number]
         is_run = view.flags.c_contiguous and values.flags.c_contiguous
-        if file.content is not None or placed.is_rounded_at(row) or not is_run:
+        is_made = file.content is not None or bool(file.overlays)
+        if is_made or placed.is_rounded_at(row) or not is_run:
             run = run_of(placed, row, part) if runs is not None else None
             if runs is not None and run is not None:
                 begin, size = run

@@ -37,6 +37,13 @@ TRAINER_STATE = "trainer_state.json"
 ONE_RANK = "rng_state.pth"
 """Trainer's file of RNG states in a job of one rank."""
 
+ADAPTER = "adapter_model.safetensors"
+"""PEFT's adapter."""
+NO_MODEL = (
+    f"these are an adapter's tensors under the engine's names, not a model: PEFT loads {ADAPTER} "
+    "beside SRC, and scalai reshard BASE DST --merge-adapter SRC makes a model of it"
+)
+
 _STREAMS = re.compile(r"(?:rng_state_(\d+)\.pth|random_states_(\d+)\.pkl)")
 _OF_ENGINE = frozenset({LATEST, "latest_universal", REPORT})
 
@@ -166,6 +173,22 @@ def rescaled(state: dict[str, Any], before: int, after: int) -> bytes:
 _OF_MODEL = re.compile(r"(?!trainer_state|zero_to_).*\.(?:json|txt|model|jinja|tiktoken|py)")
 """Files of a model and its tokenizer: all that ``from_pretrained`` reads, except weights."""
 _INDEX = ".index.json"
+
+
+def _is_of_model(name: str) -> bool:
+    return bool(_OF_MODEL.fullmatch(name)) and not name.endswith(_INDEX)
+
+
+def model_files(directory: Path) -> list[str]:
+    """Return the files of a model and its tokenizer in a directory, except weights, sorted.
+
+    Raises:
+        RefusedError: One is a link to outside.
+    """
+    names = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
+    return [str(file_inside(directory, n, n).name) for n in names if _is_of_model(n)]
+
+
 _SCHEDULE = re.compile(r"scheduler(?:_\d+)?\.bin")
 _ITERATIONS = ("torch_dist", "torch", "fsdp_dtensor")
 """Layouts of Megatron's iterations."""
@@ -191,9 +214,9 @@ def accompanied(
     if companions is None or source.changed:
         return target
     if target.layout == "safetensors":
-        files = [name for name in companions.files if _OF_MODEL.fullmatch(name)]
-        kept = [name for name in files if not name.endswith(_INDEX)]
-        return replace(target, auxiliary=tuple(_copy(companions, name) for name in kept))
+        kept = tuple(_copy(companions, name) for name in filter(_is_of_model, companions.files))
+        of_adapter = (NO_MODEL,) if ADAPTER in companions.files else ()
+        return replace(target, auxiliary=kept, notes=(*target.notes, *of_adapter))
     if layout_named(target.layout).framework != "deepspeed":
         return target
     carrying = _Carrying(source, companions, *_worlds(source, companions, degrees))
@@ -250,7 +273,7 @@ class _Carrying:
         """Yield notes for the target's job."""
         yield (
             f"saved by {self.companions.saved_by}: {len(self.companions.files)} files beside the "
-            "engine's go along"
+            f"engine's go along{f', {ADAPTER} among them' * (ADAPTER in self.companions.files)}"
         )
         if self.companions.other_tags:
             yield (

@@ -359,16 +359,20 @@ class Grid:
         for layers in self.layers:
             names = layers.names.values()
             files |= {file.path: file for file in stored_files(self.tag.directory, names)}
-        values = states[0].model.values(
-            self.job(states, cuts), states[0].param_groups, is_split=is_split
-        )
+        job = self.job(states, cuts)
+        values = states[0].model.values(job, states[0].param_groups, is_split=is_split)
+        stage = int(layout[-1])
+        notes = [
+            *(note for state in states for note in state.notes),
+            *states[0].model.notes(job, stage),
+        ]
         return Checkpoint(
             layout,
             self.tag.directory,
             place(pieces, list(files.values())),
             replace(values, degrees={**values.degrees, "tp": self.tp, "pp": self.pp}),
             duplicates=place(duplicates, list(files.values())) if duplicates else None,
-            notes=tuple(dict.fromkeys(note for state in states for note in state.notes)),
+            notes=tuple(dict.fromkeys(notes)),
             guessed=frozenset().union(*(state.guessed for state in states)),
         )
 

@@ -105,6 +105,8 @@ class DeepSpeedJob:
         of_ranks: ``model`` by model-parallel rank; empty: the same for all.
         pipeline: Layers of a pipeline engine; None: another engine.
         experts: Layers with experts; None: there are none.
+        lacks_frozen: Whether no frozen parameters were saved: there are none, or they were
+            excluded.
     """
 
     tag: str
@@ -126,6 +128,7 @@ class DeepSpeedJob:
     pipeline: Pipeline | None = None
     module_nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: Experts | None = None
+    lacks_frozen: bool = False
 
 
 def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

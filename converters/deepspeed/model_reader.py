@@ -13,7 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import PARAM, CheckpointFile, FilePiece, Values, stored_files
+from scalai.converters.checkpoint import (
+    PARAM,
+    REPORT,
+    CheckpointFile,
+    FilePiece,
+    Values,
+    stored_files,
+)
 from scalai.converters.deepspeed.experts import (
     Experts,
     Groups,
@@ -324,8 +331,9 @@ class ModelStates:
         stated = self.first.get("shared_params")
         if stated is not None:
             # Except in stage 3, DeepSpeed takes all parameters without elements for one.
-            module, is_3 = self.first["module"], self.is_stage_3
-            return {a: b for a, b in stated.items() if is_3 or 0 not in module[a].shape}
+            # It names frozen ones too, which may not have been saved.
+            empty = {n for n, v in self.first["module"].items() if 0 in getattr(v, "shape", ())}
+            return {a: b for a, b in stated.items() if self.is_stage_3 or a not in empty}
         if self.has_layers:  # positions tell nothing across files
             return {}
         owners: dict[tuple[int, str, tuple[int, ...]], str] = {}
@@ -387,6 +395,7 @@ class ModelStates:
         known = {*aliases, *buffers, *(name for group in groups for name in group)}
         values = {name: value for name, value in module.items() if name not in stored}
         model = {key: value for key, value in self.first.items() if key not in _MADE_ANEW}
+        frozen = tuple(name for name in stored if name not in known)
         return DeepSpeedJob(
             tag=self.directory.name,
             groups=tuple(map(tuple, groups)),
@@ -397,7 +406,8 @@ class ModelStates:
             dtypes=stored,
             aliases=aliases,
             buffers=buffers,
-            frozen=tuple(name for name in stored if name not in known),
+            frozen=frozen,
+            lacks_frozen=not frozen and self.first.get("frozen_param_shapes") is None,
             model=carried(model, self.path),
             optimizer=optimizer,
             has_number_steps=has_number_steps,
@@ -405,6 +415,27 @@ class ModelStates:
             is_fused=is_fused,
             experts=self.experts.experts if self.experts.files else None,
         )
+
+    def notes(self, job: DeepSpeedJob, stage: int) -> Iterator[str]:
+        """Yield a note if frozen parameters were not saved, by ``exclude_frozen_parameters``. Below
+        stage 2 only shared parameters and the layers under PEFT's adapters show it, and in what a
+        conversion made of such a stage.
+
+        Args:
+            stage: ZeRO stage of the files.
+        """
+        if not job.lacks_frozen or self.has_layers:
+            return
+        versions = getattr(self.first["module"], "_metadata", None) or {}
+        layers = [name for name in versions if str(name).endswith(".base_layer")]
+        lacking = [name for name in job.aliases.values() if name not in job.dtypes]
+        is_told = stage > 1 and not (self.directory.parent / REPORT).exists()
+        if layers or lacking or is_told:
+            under = f", as of {len(layers)} layers under adapters" if layers else ""
+            yield (
+                f"saved without the frozen parameters (exclude_frozen_parameters){under}: load it "
+                "over the base model with load_module_strict=False, as Trainer does with PEFT's"
+            )
 
     def values(
         self,

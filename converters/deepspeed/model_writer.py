@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from scalai.converters.checkpoint import FilePiece
+from scalai.converters.checkpoint import PARAM, FilePiece
 from scalai.converters.deepspeed.drafts import Draft, Filled, pieces_of
 from scalai.converters.deepspeed.experts import Name, expert_of, model_file
 from scalai.converters.deepspeed.flat import Span, part_of
@@ -55,7 +55,8 @@ def add_model(
     }
     if _DEGREES in entries or tp * pp > 1:
         entries[_DEGREES] = {"pp_degree": pp, "tp_degree": tp}
-    if draft.stage > 1 and module is not None and not draft.spreads_frozen_experts:
+    has_frozen = not job.lacks_frozen and not draft.spreads_frozen_experts
+    if draft.stage > 1 and module is not None and has_frozen:
         frozen = [name for name in job.frozen if draft.is_here(name)]
         entries["frozen_param_shapes"] = draft.sizes(frozen)
         entries["frozen_param_fragments"] = OrderedDict(
@@ -115,7 +116,8 @@ def _module(draft: Draft, filled: Filled) -> OrderedDict[str, Any]:
             module[name] = job.module_values[name]
         elif draft.stage == 3 and name not in job.buffers:
             module[name] = NewTensor(job.dtypes[name], (0,), b"")
-        else:
+        elif not job.lacks_frozen or f"{PARAM}/{owner}" in draft.tensors:
+            # A frozen one that was not saved has a second name here, if it is shared.
             if owner not in new:
                 new[owner] = _whole(draft, owner, filled)
             module[name] = new[owner]

@@ -55,6 +55,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="names of another framework: of a class (qwen3, mixtral, gpt2 ...), or a file",
     )
     parser.add_argument(
+        "--merge-adapter", type=Path, metavar="DIR",
+        help="merge this PEFT adapter (LoRA) into SRC, the safetensors of its base",
+    )  # fmt: skip
+    parser.add_argument(
         "--cuts", metavar="NAME|TOML",
         help="how DeepSpeed's tensor-parallel ranks cut parameters: gpt, llama or a file",
     )  # fmt: skip
@@ -128,6 +132,7 @@ def _request(args: argparse.Namespace) -> ReshardRequest:
         is_split=None if args.optimizer is None else args.optimizer == "distributed",
         args_from=args.args_from,
         mapping=args.mapping,
+        adapter=args.merge_adapter,
         repad=args.repad,
         memory_bytes=parse_size(args.memory) if args.memory else None,
         workers=args.workers,

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from scalai.converters.consistency import verify
+from scalai.converters.describe import read_tensor
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import ProofError
 from support.command import Capsys
@@ -135,6 +137,49 @@ def test_a_checkpoint_of_accelerate_is_loaded_by_it_at_another_number_of_ranks(
     rates = [{note["step"]: note["rate"] for note in notes} for notes in (one, two)]
     expected = {step: rate for step, rate in rates[0].items() if step >= SAVED_AFTER}
     assert rates[1] == pytest.approx(expected, rel=1e-6)
+
+
+ADAPTERS = [("stage-2-2-to-stage-3-1", (2, 2), (3, 1))]
+LONG_ADAPTERS = [
+    ("stage-3-1-to-stage-1-2", (3, 1), (1, 2)),
+    ("stage-1-2-to-stage-2-1", (1, 2), (2, 1)),
+    ("stage-3-2-to-stage-0-1", (3, 2), (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), cases(ADAPTERS, LONG_ADAPTERS))
+def test_an_adapter_of_peft_goes_on_at_other_degrees_though_its_base_was_not_saved(
+    run_deepspeed: Runner, tmp_path: Path, before: tuple[int, int], after: tuple[int, int],
+    capsys: Capsys,
+) -> None:  # fmt: skip
+    """Trainer saves adapters with ``exclude_frozen_parameters``."""
+    need("peft", "pip install peft", of_file=False)
+    flags = ("--lora", "--save-every", SAVED_AFTER)
+    one = run(run_deepspeed, TRAINER, tmp_path / "one", *before, *flags)
+    source, new = tmp_path / "one/out" / f"checkpoint-{SAVED_AFTER}", tmp_path / "new"
+    layout = f"deepspeed_zero{after[0]}"
+    assert command("reshard", source, new, "--dp", after[1], "--to", layout) == 0
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (new / name).read_bytes() == (source / name).read_bytes()
+    found = open_checkpoint(new)
+    adapter = load_file(new / "adapter_model.safetensors")
+    assert len(adapter) == 10
+    for name, value in adapter.items():
+        of = name.replace("ln_f.", "ln_f.modules_to_save.").rpartition(".")
+        _, weights = read_tensor(found, f"param/{of[0]}.default.{of[2]}")
+        assert weights.tobytes() == value.tobytes(), name
+    prints = [{**verify(open_checkpoint(path), 1)} for path in (source, new)]
+    for tensors in prints:  # the frozen embedding, which stages 0 to 2 save by its second name
+        tensors.pop("param/base_model.model.transformer.wte.weight", None)
+    assert prints[0] == prints[1]
+    goes_on(one, run(run_deepspeed, TRAINER, tmp_path / "two", *after, "--lora", "--resume", new))
+    capsys.readouterr()
+    assert command("reshard", source, tmp_path / "weights", "--to", "safetensors") == 0
+    assert "not a model" in capsys.readouterr().out
+    for path in (source, new):
+        assert command("verify", path) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if "frozen" in line]
+        assert len(said) == 1 and "4 layers" in said[0], said
 
 
 @pytest.mark.campaign

@@ -65,6 +65,7 @@ PREDICTING = {**SPLIT, "predicted": 1, "is_tied": False, "is_rotary": True}
 T5 = {**SPLIT, "is_translator": True, "layers": 2}
 FROZEN = r"embedding|layers\.[01]\.(mlp|self_attention)|linear_fc1\.bias"
 PARTLY = r"input_layernorm|linear_fc1\.weight"
+LORA = {**SPLIT, "lora": 4, "frozen": r"^(?!.*\.adapter\.)"}
 MUON: dict[str, Any] = {"optimizer": "muon"}
 """Plain Muon: for matrices, beside Adam for the rest; neither is split over ranks."""
 HALF = {"precision": "bf16"}
@@ -121,6 +122,11 @@ CASES = {
     "flat-frozen-dp2-to-tp2": Case({**SPLIT, "frozen": FROZEN}, FLAT, DP2, TP2),
     "flat-frozen-bf16-tp2pp2-to-dp2": Case(
         {**BUCKETS, "frozen": PARTLY, **HALF}, FLAT, TP2PP2, DP2
+    ),
+    "full-adapters-tp2-to-pp2": Case(LORA, FULL, TP2, PP2, always=True),
+    "full-adapters-dp2-to-tp2pp2": Case(LORA, FULL, DP2, TP2PP2),
+    "whole-adapters-bf16-tp2pp2-to-dp2": Case(
+        {**LORA, "distributed": False, **HALF}, WHOLE, TP2PP2, DP2
     ),
     "flat-text-tp2-to-pp2": Case({**TEXT, **SPLIT}, FLAT, TP2, PP2),
     "flat-text-buckets-pp2-to-tp2": Case({**TEXT, **BUCKETS}, FLAT, PP2, TP2),
@@ -294,6 +300,19 @@ def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path
     with pytest.raises(ProofError, match="Masters that are not the weights"):
         convert(tmp_path / "saved", tmp_path / "converted", job)
     assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.campaign
+def test_adapters_are_refused_where_only_the_order_of_modules_names_parameters(
+    pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(pool, Job(**{**LORA, **DP2}), tmp_path / "saved", FULL)
+    assert run("reshard", tmp_path / "saved", tmp_path / "new", "--to", "torch") == 3
+    said = capsys.readouterr().err
+    assert "adapter" in said and "torch_dist" in said
+    save(pool, Job(**{**LORA, **DP2}), tmp_path / "flat", FLAT)
+    assert run("reshard", tmp_path / "flat", tmp_path / "new", "--tp", 2) == 3
+    assert "adapter" in capsys.readouterr().err
 
 
 @pytest.mark.campaign

@@ -96,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--odd-world", type=int, default=0, help="ranks with another loss")
+    parser.add_argument("--lora", action="store_true", help="train an adapter of PEFT alone")
     parser.add_argument("--step-s", type=float, default=0.0, help="a step takes longer by so much")
     return parser.parse_args()
 
@@ -127,7 +128,16 @@ def main() -> None:
             bos_token_id=0, eos_token_id=0, attn_implementation="eager", **dropouts,
         )
     )  # fmt: skip
-    trainer = NotingTrainer(model=model, args=arguments, train_dataset=Text(options.samples))
+    trained: Any = model
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        wanted = LoraConfig(
+            r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True,
+            modules_to_save=["ln_f"],
+        )  # fmt: skip
+        trained = get_peft_model(model, wanted)
+    trainer = NotingTrainer(model=trained, args=arguments, train_dataset=Text(options.samples))
     trainer.odd_world = options.odd_world
     trainer.add_callback(Slow(options.step_s, options.notes.with_suffix(".heard")))
     options.notes.parent.mkdir(parents=True, exist_ok=True)

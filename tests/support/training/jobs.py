@@ -62,6 +62,8 @@ class Job:
     has_qk_norm: bool = False
     frozen: str | None = None
     """A pattern of parameters' names: they are not trained."""
+    lora: int = 0
+    """Rank of adapters beside the linear layers."""
     is_translator: bool = False
     """A T5: an encoder beside the decoder."""
     sequence: int = 16

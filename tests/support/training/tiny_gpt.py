@@ -301,6 +301,8 @@ def _gpt(job: Job, config: TransformerConfig, stage: int) -> GPTModel:
 
 def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
     model: Any = translator(job, config) if job.is_translator else _gpt(job, config, stage)
+    if job.lora:
+        importlib.import_module("support.training.adapted").add_adapters(model, config, job.lora)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = job.frozen is None or not re.search(job.frozen, name)
     if job.is_fsdp:
