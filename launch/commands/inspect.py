@@ -20,7 +20,6 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Box, box_text
 from scalai.launch.config.sizes import size_text
 from scalai.launch.program import show
-from scalai.store.places import find_generations
 
 SHOWN_PIECES = 8
 
@@ -52,7 +51,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
     if args.path.exists() and not has_checkpoint(args.path):
-        raise RefusedError(f"{_no_generation(args.path)} {unknown_text(args.path)}")
+        raise RefusedError(
+            f"{args.path} holds no committed generation. Name a generation's directory, a host's, "
+            f"a job's or a durable one. {unknown_text(args.path)}"
+        )
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
     options = ReadOptions(iteration=args.generation, cuts=cuts, is_part=True)
     checkpoint = open_checkpoint(args.path, options)
@@ -78,15 +80,6 @@ def _verify(checkpoint: Checkpoint) -> None:
         check_stated(checkpoint)
     else:
         verify(checkpoint, workers=1)
-
-
-def _no_generation(path: Path) -> str:
-    below = sorted(entry.name for entry in path.glob("*/") if find_generations(entry))
-    hint = f" There are some below: {', '.join(below)}." if below else ""
-    return (
-        f"{path} holds no committed generation. Name a generation's directory, a host's, a job's "
-        f"or a durable one.{hint}"
-    )
 
 
 def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json: bool) -> None:

@@ -56,13 +56,13 @@ class RestoreProof:
 
     def begin(self, directory: str) -> None:
         """Report in a thread, to the agent of this directory, and let updates wait."""
-        self._hook = register_optimizer_step_pre_hook(self.wait)
+        self._hook = register_optimizer_step_pre_hook(self.await_verdict)
         self._thread = threading.Thread(
             target=self._run, args=(directory,), name="restore-proof", daemon=True
         )
         self._thread.start()
 
-    def wait(self, *_: Any) -> None:
+    def await_verdict(self, *_: Any) -> None:
         """Wait until the whole job's state is proven. A round whose proof fails ends meanwhile, and
         this process with it.
 

@@ -677,7 +677,7 @@ class Session:
         What leaves the job before, such as a save, calls this first.
         """
         if self._attached is not None and self._attached.proof is not None:
-            self._attached.proof.wait()
+            self._attached.proof.await_verdict()
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Report, after ``attach``, that the framework has loaded a checkpoint of its own.

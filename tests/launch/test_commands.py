@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from scalai.core.dataset.table import DatasetTable
-from scalai.core.errors import LayoutError, ProofError, ScalaiError, StoreError, UsageError
+from scalai.core.errors import (
+    LayoutError,
+    ProofError,
+    RefusedError,
+    ScalaiError,
+    StoreError,
+    UsageError,
+)
 from scalai.core.messages.shared import JsonText
 from scalai.core.tensors.collection import Collection, Tensor
 from scalai.core.tensors.fingerprint import piece_fingerprint
@@ -191,15 +198,20 @@ def test_damage_is_found(store: HostStore, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_is_not_there_is_said(
-    store: HostStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    open_store: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    store = open_store()
     generation(store, 1, step=1)
-    for place, arguments, words in (
-        (store.directory, ["--generation", "9"], r"\[1\]"),
-        (tmp_path / "store", [], "There are some below: job"),
-    ):
-        with pytest.raises(ScalaiError, match=words):
-            inspected(capsys, place, *arguments)
+    with pytest.raises(ScalaiError, match=r"\[1\]"):
+        inspected(capsys, store.directory, "--generation", "9")
+    jobs = store.directory.parent.parent
+    assert "generation 1" in inspected(capsys, jobs), "of one job"
+    generation(open_store("other"), 1, step=2)
+    with pytest.raises(RefusedError, match=r"2 checkpoints: job \(scalai\), other \(scalai\)"):
+        inspected(capsys, jobs)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RefusedError, match="holds no committed generation"):
+        inspected(capsys, tmp_path / "empty")
 
 
 def test_overlapping_pieces_have_no_common_fingerprint(

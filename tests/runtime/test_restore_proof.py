@@ -95,7 +95,7 @@ def test_a_byte_that_differs_is_seen(tmp_path: Path) -> None:
         answer, report = rank.reported()
         assert (report.fingerprints != rank.committed).sum() == 1
         answer.set_result(None)
-        rank.proof.wait()
+        rank.proof.await_verdict()
         rank.agent.close()
 
 
