@@ -102,7 +102,11 @@ def test_there_and_back_again_is_what_deepspeed_wrote(
     files = [sorted(path.name for path in tag.glob("*.pt")) for tag in tags]
     assert files[0] == files[1]
     for name in files[0]:
-        assert list(differences(*(read(tag / name) for tag in tags))) == []
+        # Stage 1 does not say whether it has all frozen parameters: none are stated behind it.
+        entries = ("frozen_param_fragments", "frozen_param_shapes") if stage > 1 else ()
+        unstated = [f"/{entry}: OrderedDict and NoneType" for entry in entries]
+        found = sorted(differences(*(read(tag / name) for tag in tags)))
+        assert found == unstated * name.startswith("mp_rank")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
