@@ -16,6 +16,8 @@ NAME_S = 10.0
 """Seconds for the driver to name a device, before a job starts."""
 FREE_S = 1.0
 """Seconds for the driver to tell the free memory of devices before its last answer counts."""
+OLD_S = 60.0
+"""Seconds for which an answer counts: other workers may have taken the memory since."""
 HELD_S, HELD_LOOK_S = 30.0, 1.0
 """Most seconds of waiting for the memory of killed workers, and between two looks."""
 SLACK_MIB = 512
@@ -69,7 +71,7 @@ class DeviceMemory:
     ) -> None:
         self._visible, self._commands = visible, commands or CommandRunner(NAME_S)
         self._before = self._used()
-        self._asking, self._free = CommandRunner(NAME_S), list[int]()
+        self._asking, self._free, self._heard_at = CommandRunner(NAME_S), list[int](), 0.0
         self._is_answered = threading.Event()
         self._is_answered.set()
 
@@ -101,7 +103,8 @@ class DeviceMemory:
 
     def free(self, submit: Callable[[Callable[[], None]], object]) -> list[int]:
         """Return the free memory of each device, in bytes, by the driver's last answer; empty: it
-        has given none. Blocks for ``FREE_S`` at most; a later answer counts at the next call.
+        has given none for ``OLD_S``. Blocks for ``FREE_S`` at most; a later answer counts at the
+        next call.
 
         Args:
             submit: Runs the question, for up to 15 s, in another thread.
@@ -109,7 +112,10 @@ class DeviceMemory:
         if self._is_answered.is_set():
             self._is_answered.clear()
             submit(self._ask_free)
-        if not self._is_answered.wait(FREE_S):
+        is_told = self._is_answered.wait(FREE_S)
+        if time.monotonic() - self._heard_at > OLD_S:
+            self._free = []
+        if not is_told:
             log.warning(
                 "event=device_memory: nvidia-smi is silent, so what it said last counts: %s",
                 ", ".join(f"{size >> 20} MiB free" for size in self._free) or "nothing",
@@ -119,7 +125,9 @@ class DeviceMemory:
     def _ask_free(self) -> None:
         try:
             found = self._read("memory.free", self._asking)
-            self._free = [size << 20 for size in found.values()] or self._free
+            if found:
+                self._free = [size << 20 for size in found.values()]
+                self._heard_at = time.monotonic()
         finally:
             self._is_answered.set()
 

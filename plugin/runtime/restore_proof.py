@@ -63,8 +63,9 @@ class RestoreProof:
         self._thread.start()
 
     def await_verdict(self, *_: Any) -> None:
-        """Wait until the whole job's state is proven. A round whose proof fails ends meanwhile, and
-        this process with it.
+        """Wait until the whole job's state is proven, at most as long as the agent lives. A round
+        whose proof fails or does not come within ``start_timeout_s`` ends meanwhile, and this
+        process with it.
 
         Raises:
             ScalaiError, OSError, RuntimeError, MemoryError: This rank's proof could not be made.

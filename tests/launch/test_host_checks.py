@@ -111,6 +111,8 @@ def test_a_driver_that_hangs_leaves_its_last_answer(
     monkeypatch.setattr(host_checks, "FREE_S", 60.0)
     nvidia_smi("exit 6")
     assert memory.free(submit) == [5 << 20]
+    monkeypatch.setattr(host_checks, "OLD_S", 0.0)
+    assert memory.free(submit) == [], "others may have taken it since"
     for each in asking:
         each.join(60.0)
 
