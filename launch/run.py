@@ -155,6 +155,7 @@ def run_agent(spec: JobSpec) -> int:
             log_dir=options.log_dir,
             redirects=Std.from_str(options.redirects),
             tee=Std.from_str(options.tee),
+            local_ranks_filter=set(options.shown_ranks) or None,
         )
     spec = with_device(spec)
     warning = check_job(spec, slots)

@@ -71,6 +71,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         is_module=flags.module,
         elastic=flags.elastic if elastic_in_script is None else elastic_in_script,
         is_check=flags.check_elastic,
+        shown_ranks=_shown_ranks(flags),
         overrides=_overrides(flags),
     )
 
@@ -325,8 +326,10 @@ def _check(flags: argparse.Namespace) -> None:
         )
     if flags.metrics_port is not None or flags.metrics_file is not None:
         _check_metrics()
-    for name in ("logs_specs", "numa_binding"):
-        if getattr(flags, name, None) is not None:
+    for name in (
+        "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
+    ):  # fmt: skip
+        if getattr(flags, name, None):
             raise UsageError(f"--{name.replace('_', '-')} is not supported; leave it out.")
     if getattr(flags, "virtual_local_rank", False):
         raise UsageError("--virtual-local-rank is not supported; leave it out.")
@@ -349,6 +352,17 @@ def _check(flags: argparse.Namespace) -> None:
             ) from error
     if flags.max_restarts is not None and flags.max_restarts < 0:
         raise UsageError(f"--max-restarts {flags.max_restarts} is negative; use 0 or more.")
+
+
+def _shown_ranks(flags: argparse.Namespace) -> tuple[int, ...]:
+    """Local ranks of torchrun's ``--local-ranks-filter``; empty: all."""
+    given = getattr(flags, "local_ranks_filter", None) or ""
+    try:
+        return tuple(sorted({int(rank) for rank in given.split(",")})) if given else ()
+    except ValueError:
+        raise UsageError(
+            f"--local-ranks-filter {given} is no list of local ranks, such as 0,1."
+        ) from None
 
 
 def _check_metrics() -> None:

@@ -37,6 +37,8 @@ class Options:
     log_dir: str | None
     redirects: str
     tee: str
+    shown_ranks: tuple[int, ...]
+    """Local ranks whose output the console shows; empty: all."""
     local_addr: str | None
     signals_to_handle: str
     elastic: str | None = None

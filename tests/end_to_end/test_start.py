@@ -64,10 +64,13 @@ def test_a_refusal_in_the_workers_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.fault
 @pytest.mark.turns
 def test_a_script_that_nothing_connects_is_told_so_once(tmp_path: Path) -> None:
-    with agents_of(tmp_path, UNCONNECTED.format(steps=40, then=""), slots=2) as agents:
+    script = UNCONNECTED.format(steps=40, then="import os; print('end of', os.environ['RANK'])")
+    flags = ("--local-ranks-filter", "1")
+    with agents_of(tmp_path, script, slots=2, flags=flags) as agents:
         agents.start("a")
         agents.exit_code("a")
         log = (tmp_path / "a.log").read_text()
+        assert "end of 1" in log and "end of 0" not in log, "the console shows local rank 1 alone"
         assert log.count("THE SCRIPT TRAINS, BUT NOTHING CONNECTS IT") == 1, log
         assert "event=unhooked host=a" in log
 

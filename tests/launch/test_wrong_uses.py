@@ -61,6 +61,7 @@ USES = (
     ("scalai-run --signals-to-handle SIGTERM,SIGKILL ok.py", 2, "'SIGKILL' is no signal"),
     ("scalai-run --redirects 9 ok.py", 2, "--redirects 9 is neither 0, 1, 2 nor 3"),
     ("scalai-run --tee 0:x ok.py", 2, "--tee 0:x is neither 0, 1, 2 nor 3"),
+    ("scalai-run --local-ranks-filter 0,x ok.py", 2, "0,x is no list of local ranks"),
     ("scalai-run --job ../x ok.py", 2, "job name '../x' cannot name a directory"),
     # ---------------------------------------------------------------- flags of torchrun
     ("scalai-run --rdzv-backend etcd ok.py", 2, "--coordinator HOST:PORT"),
