@@ -80,7 +80,8 @@ def _run(args: argparse.Namespace) -> int:
         raise PeerError(f"no worker of job {args.job!r} trains on this host (looked in {folder}).")
     parent, ends = os.getpid(), list[int]()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: ends.append(number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _: ends.append(number))
 
     def prepare() -> None:
         die_with_parent(parent)
@@ -113,16 +114,17 @@ class Steps:
         return (self._round, min(ended)) if ended else None
 
     def _find(self) -> None:
-        rounds = dict[int, list[Path]]()
+        """Take the pages of the round of the newest page: a killed agent leaves older ones."""
+        found = list[tuple[float, int, Path]]()
         for path in self._folder.glob("*/agent/control-*"):
-            if (number := path.name.rpartition("-")[2]).isdecimal():
-                rounds.setdefault(int(number), []).append(path)
-        self._round = max(rounds, default=0)
-        paths = rounds.get(self._round, [])
+            with suppress(OSError, ValueError):  # its round has just ended
+                found.append((path.stat().st_mtime, int(path.name.rpartition("-")[2]), path))
+        self._round = max(found)[1] if found else 0
+        paths = [path for _, round, path in found if round == self._round]
         self._pages = {path: page for path, page in self._pages.items() if path in paths}
         for path in paths:
             if path not in self._pages:
-                with suppress(OSError, ScalaiError):  # its round has just ended
+                with suppress(OSError, ScalaiError):
                     self._pages[path] = ControlPage(path)
 
 

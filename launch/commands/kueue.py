@@ -109,7 +109,8 @@ def share_of(workloads: Sequence[Json], queue: Json, *, is_held: bool = False) -
         each for each in open_ones if _is(each, "QuotaReserved") and not _is(each, "Evicted")
     ]
     is_held = is_held or queue["spec"].get("stopPolicy", "None") != "None"
-    free, newest = _free(queue), open_ones[-1] if open_ones else None
+    pending = [each for each in open_ones if not _is(each, "QuotaReserved")]
+    free, newest = _free(queue), next(reversed(pending or open_ones), None)
     waits = "" if newest is None else _waits(newest)
     if holders:
         (admitted, *_) = holders[-1]["status"]["admission"]["podSetAssignments"]
@@ -124,7 +125,7 @@ def share_of(workloads: Sequence[Json], queue: Json, *, is_held: bool = False) -
     limits = [math.floor(room / one) for room, one in zip(rooms, each.values(), strict=True)
               if room is not None]  # fmt: skip
     more = min(limits) if limits else None
-    if is_held:
+    if is_held or not each:  # nothing is admitted now, or its requests are not counted yet
         more = min(0, more or 0)
     lane = (str(queue["metadata"]["name"]), *sorted(set(flavors.values())))
     return Share(lane, pods, more, waits)

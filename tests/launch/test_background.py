@@ -16,6 +16,7 @@ from support.waiting import wait_until
 
 BUSY = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: pass"
 """A command that never ends."""
+BEGUN = list["subprocess.Popen[str]"]()
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +25,29 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
         agents.start("h")
         agents.wait_for_step(2)
         yield agents
+        for process in BEGUN:
+            process.kill()
+            process.wait(DEADLINE_S)
 
 
 def begin(job: Agents, *command: str, budget: str = "0.5") -> "subprocess.Popen[str]":
     words = [sys.executable, "-m", "scalai", "background", "--job", job.job,
              "--store-dir", str(job.store), "--slowdown", budget, "--", *command]  # fmt: skip
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    BEGUN.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
+    return BEGUN[-1]
 
 
-def begin_busy(job: Agents, folder: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
-    """A command that is under way, and seen stopped."""
-    process = begin(job, sys.executable, "-c", BUSY, str(folder / "pid"))
-    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "it runs")
-    command = psutil.Process(int((folder / "pid").read_text()))
+def begin_busy(job: Agents, folder: Path) -> "subprocess.Popen[str]":
+    return begin(job, sys.executable, "-c", BUSY, str(folder / "pid"))
+
+
+def under_way(folder: Path) -> psutil.Process:
+    """The busy command, once it has run and is stopped."""
+    path = folder / "pid"
+    wait_until(lambda: path.exists() and path.read_text(), "it runs", DEADLINE_S)
+    command = psutil.Process(int(path.read_text()))
     wait_until(lambda: command.status() == psutil.STATUS_STOPPED, "it is stopped", DEADLINE_S)
-    return process, command
+    return command
 
 
 def has_ended(command: psutil.Process) -> bool:
@@ -60,7 +69,8 @@ def test_behind_a_measurement_a_command_runs_to_its_own_end(job: Agents, tmp_pat
     """Also one that stops itself. The training goes on."""
     scripts = {"sleep 0.1; exit 7": 7, "sleep 0.1; kill -9 $$": 128 + 9, "kill -STOP $$; exit 5": 5}
     begun = {script: begin(job, "sh", "-c", script) for script in scripts}
-    process, command = begin_busy(job, tmp_path)
+    process = begin_busy(job, tmp_path)
+    command = under_way(tmp_path)
     has_run(command, 0.2)
     assert os.getpriority(os.PRIO_PROCESS, command.pid) == 19
     job.wait_for_step(job.lines()[-1]["step"] + 5)
@@ -70,13 +80,19 @@ def test_behind_a_measurement_a_command_runs_to_its_own_end(job: Agents, tmp_pat
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_no_command_is_left_stopped_behind_it(job: Agents, tmp_path: Path, number: int) -> None:
-    process, command = begin_busy(job, tmp_path)
-    process.send_signal(number)
-    code, _ = ended(process)
-    assert code == (-number if number == signal.SIGKILL else 128 + number)
-    wait_until(lambda: has_ended(command), "the command has ended", DEADLINE_S)
+def test_no_command_is_left_stopped_behind_it(job: Agents, tmp_path: Path) -> None:
+    begun = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        (tmp_path / number.name).mkdir()
+        begun[number] = begin_busy(job, tmp_path / number.name)
+    commands = {number: under_way(tmp_path / number.name) for number in begun}
+    for number, process in begun.items():
+        process.send_signal(number)
+    for number, process in begun.items():
+        command = commands[number]
+        code, _ = ended(process)
+        assert code == (-number if number == signal.SIGKILL else 128 + number)
+        wait_until(lambda of=command: has_ended(of), "the command has ended", DEADLINE_S)  # type: ignore[misc]
 
 
 @pytest.mark.fault
@@ -117,7 +133,8 @@ def test_behind_the_job_the_command_runs_to_its_end(tmp_path: Path) -> None:
     with one_worker(tmp_path, step_s=0.05, steps=100_000) as agents:
         agents.start("h")
         agents.wait_for_step(2)
-        process, command = begin_busy(agents, tmp_path)
+        process = begin_busy(agents, tmp_path)
+        command = under_way(tmp_path)
         agents.let_end()
         assert agents.exit_code("h") == 0
         has_run(command, 0.5)
