@@ -215,7 +215,7 @@ def _roomiest(
     queue: Json, each: Mapping[str, Fraction], free: Mapping[tuple[str, str], Fraction | None]
 ) -> dict[str, str]:
     """By resource, the flavor with room for the most pods."""
-    found = {}
+    found = dict[str, str]()
     for group in queue["spec"].get("resourceGroups", []):
         names = [name for name in group["coveredResources"] if name in each]
 
