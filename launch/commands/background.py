@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         raise PeerError(f"no worker of job {args.job!r} trains on this host (looked in {folder}).")
     parent, ends = os.getpid(), list[int]()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, lambda number, _: ends.append(number))
 
     def prepare() -> None:
