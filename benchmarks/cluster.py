@@ -68,7 +68,8 @@ TENPLEX_STEP_S = {16: 2.318, 8: 3.464, 4: 5.899}
 """Measured seconds of a step (examples/traces/tenplex_steps.csv)."""
 PAUSE_S = 6.1
 """Measured pause of a change of 8.5 GB on one H100, without standby (docs/benchmarks.md)."""
-PAUSES = (30.0, 10.0, 1.0)
+PAUSES = (10.0, 1.0)
+"""Standstills of a change beside that of the published runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,13 @@ class Table:
     def numbers(self, load: str) -> list[str]:
         return sorted(number for of, number in self._workloads if of == load)
 
+    def run(self, entry: Entry, load: str, number: str, rules: Rules | None = None) -> Outcome:
+        return run(entry, self._workloads[load, number], self._kinds, rules)
+
     def mean(self, entry: Entry, load: str, number: str) -> float:
         key = entry.name, load, number
         if key not in self._found:
-            outcome = run(entry, self._workloads[load, number], self._kinds)
+            outcome = self.run(entry, load, number)
             self._found[key] = outcome.mean_s
             self._report.say(f"{entry.name} at {load}, workload {number}: {outcome.mean_s:.0f} s")
         return self._found[key]
@@ -300,17 +304,13 @@ def tenplex_goodput(pause_s: float) -> float:
     return account(replay(trace, policy, table[16], Terms()), menu).goodput
 
 
-def add_pauses(report: Report, workloads: Workloads, kinds: Mapping[str, Application]) -> None:
+def add_pauses(report: Report, table: Table) -> None:
     """Add the worth of cheap changes."""
-    load = sorted({load for load, _ in workloads})[0]
-    found = {}
+    load = table.loads[0]
+    found = {f"{Rules().pause_s:g}": digits(table.mean_of(STATED, load))}
     for pause in PAUSES:
-        rules = Rules(pause_s=pause)
-        means = [
-            run(STATED, jobs, kinds, rules).mean_s
-            for (of, _), jobs in workloads.items()
-            if of == load
-        ]
+        means = [table.run(STATED, load, number, Rules(pause_s=pause)).mean_s
+                 for number in table.numbers(load)]  # fmt: skip
         found[f"{pause:g}"] = digits(fmean(means))
     report.add("jct_by_pause", found, "s")
 
@@ -340,7 +340,7 @@ def main() -> None:
     question = big_question()
     report.add("decision_s", median_s(partial(POLICIES["shortest"], question, {})), "s")
     report.add("tenplex_goodput", tenplex_goodput(PAUSE_S))
-    add_pauses(report, workloads, kinds)
+    add_pauses(report, table)
     if options.all:
         print_table(table)
     report.finish()

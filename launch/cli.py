@@ -19,6 +19,7 @@ MODULES = {
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
     "history": "history", "plot": "history", "chaos": "chaos", "plan": "plan_layout",
     "ledger": "ledger_report", "mount": "mount", "unmount": "mount", "autoscale": "autoscale",
+    "background": "background",
 }  # fmt: skip
 """Module of each command. Only the module in use is imported: converters take time and memory."""
 

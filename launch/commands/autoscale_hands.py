@@ -3,7 +3,7 @@ requests that are under way."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,9 @@ from scalai.launch.commands.autoscale_jobs import (
     Problems,
     Seen,
 )
-from scalai.launch.commands.kubernetes_job import scale_job
+from scalai.launch.commands.kubernetes_job import FLAG, scale_job
+from scalai.launch.commands.kueue import Lane, Share, pods_by_lane, read_shares
+from scalai.launch.coordinator.api_servers import KubernetesApi
 from scalai.launch.coordinator.person_calls import Scale
 
 COMMAND_S = 20.0
@@ -41,6 +43,19 @@ class Hand(Protocol):
 
     is_engine: bool
 
+    def look(self, files: Sequence[JobFile]) -> None:
+        """Read what the engine gives the jobs, for the questions below. It may take seconds.
+
+        Raises:
+            PeerError: The former answer counts.
+        """
+
+    def within(self, hosts: int) -> int:
+        """Hosts that the jobs can have together, of so many."""
+
+    def waits(self, file: JobFile) -> str:
+        """Why the engine has not given a size yet; empty: it has."""
+
     def most(self, file: JobFile, seen: Seen) -> int:
         """Most devices that a job can have now."""
 
@@ -56,7 +71,19 @@ class Hand(Protocol):
         """
 
 
-class Slots:
+class _Unbound:
+    """An engine that says nothing of what it gives."""
+
+    def look(self, files: Sequence[JobFile]) -> None: ...
+
+    def within(self, hosts: int) -> int:
+        return hosts
+
+    def waits(self, file: JobFile) -> str:
+        return ""
+
+
+class Slots(_Unbound):
     """Workers on hosts that have joined: ``scalai scale --nproc``."""
 
     is_engine = False
@@ -74,7 +101,7 @@ class Slots:
         return str(watch.call(scale)["reason"])
 
 
-class Hosts:
+class Hosts(_Unbound):
     """Whole hosts, of ``per_host`` devices each, that an engine starts and ends."""
 
     is_engine = True
@@ -93,10 +120,46 @@ class Hosts:
 
 
 class Kubernetes(Hosts):
-    """Pods of an Indexed Job. Kueue admits them within its quota: until then they wait."""
+    """Pods of an Indexed Job; in a queue of Kueue, no more than its quota holds."""
+
+    def __init__(self, per_host: int) -> None:
+        super().__init__(per_host)
+        self._shares: Mapping[str, Share | None] = {}
+        self._lanes: Mapping[Lane, int | None] = {}
+
+    def look(self, files: Sequence[JobFile]) -> None:
+        self._shares = read_shares(KubernetesApi.of_pod(FLAG), [file.engine for file in files])
+        self._lanes = pods_by_lane(share for share in self._shares.values() if share is not None)
+
+    def within(self, hosts: int) -> int:
+        limits = [pods for pods in self._lanes.values() if pods is not None]
+        is_bound = limits and len(limits) == len(self._lanes) and None not in self._shares.values()
+        return min(hosts, sum(limits)) if is_bound else hosts
+
+    def waits(self, file: JobFile) -> str:
+        share = self._shares.get(file.engine)
+        return "" if share is None else share.waits
+
+    def most(self, file: JobFile, seen: Seen) -> int:
+        share = self._shares.get(file.engine)
+        pods = None if share is None else self._lanes[share.lane]
+        if pods is None:
+            return file.devices[1]
+        return max(seen.devices, min(file.devices[1], pods * self._per_host))
 
     def give(self, watch: JobWatch, devices: int, *, is_dry: bool) -> str:
-        return scale_job(watch.file.engine, self._hosts(devices), is_dry=is_dry)
+        name, pods = watch.file.engine, self._hosts(devices)
+        if self._shares.get(name) is not None:
+            self._check(name, pods)
+        return scale_job(name, pods, is_dry=is_dry)
+
+    def _check(self, name: str, pods: int) -> None:
+        """Raises ``PeerError``: a growth is beyond the quota of this moment."""
+        share = read_shares(KubernetesApi.of_pod(FLAG), [name]).get(name)
+        if share is not None and share.more is not None:
+            most = share.pods + share.more
+            if pods > max(share.pods, most):
+                raise PeerError(f"Kueue's quota holds {most} pods of Job {name}, not {pods}.")
 
 
 class Slurm(Hosts):

@@ -10,7 +10,7 @@ from pathlib import Path
 from scalai.core.cluster.policies import POLICIES
 from scalai.core.cluster.question import ClusterJob, Question
 from scalai.core.cluster.steady import steady
-from scalai.core.errors import UsageError
+from scalai.core.errors import ScalaiError, UsageError
 from scalai.core.jsonable import Json
 from scalai.launch.commands.autoscale_hands import Hand, Meter, Requests
 from scalai.launch.commands.autoscale_jobs import JobFile, Jobs, Known, Problems
@@ -18,6 +18,8 @@ from scalai.launch.commands.autoscale_view import view
 
 EVERY_S = 60.0
 """Seconds between two decisions without an event."""
+ENGINE_S = 10.0
+"""Seconds between two looks at the engine."""
 SOON_S = 10.0
 """Seconds until a missing first answer is worth a line."""
 NEED_LENGTH = ("optimus", "shortest")
@@ -104,6 +106,7 @@ class Autoscaler:
         self._had: Mapping[str, int] = {}
         """Devices of the jobs at the newest decision."""
         self._decided: float | None = None
+        self._engine_at = 0.0
         self._again = ""
         """Why the next decision comes before its time."""
 
@@ -123,6 +126,7 @@ class Autoscaler:
             return False
         self._problems.note("first answers")
         now = time.time()
+        self._look_at_engine(jobs, now)
         self._drop(self._requests.settle(jobs, now))
         why = _news(self._facts, self._facts_of(jobs)) + [self._again] * bool(self._again)
         if why or self._decided is None or now - self._decided >= self._every_s:
@@ -131,7 +135,7 @@ class Autoscaler:
         self._measure(jobs)
         if self._is_dry:
             return True
-        is_done, refused = self._requests.pursue(self._target, jobs, self._devices.count, now)
+        is_done, refused = self._requests.pursue(self._target, jobs, self._given.count, now)
         self._drop(refused)
         return is_done
 
@@ -146,6 +150,23 @@ class Autoscaler:
             text = f"{error} The former number counts: {self._devices.count}."
             self._problems.note("devices", text)
 
+    def _look_at_engine(self, jobs: Mapping[str, Known], now: float) -> None:
+        if now - self._engine_at < ENGINE_S:
+            return
+        self._engine_at = now
+        try:
+            self._hand.look([known.file for known in jobs.values() if known.state != "ended"])
+            self._problems.note("engine")
+        except ScalaiError as error:
+            self._problems.note("engine", f"{error} What was read before counts.")
+
+    @property
+    def _given(self) -> Devices:
+        """The devices, as far as the engine gives them to these jobs."""
+        if not self._hand.is_engine:
+            return self._devices
+        return Devices(self._hand.within(self._devices.hosts), self._devices.per_host)
+
     def _drop(self, refused: list[tuple[str, int]]) -> None:
         """Decide again without sizes that jobs do not take now."""
         for name, devices in refused:
@@ -153,7 +174,7 @@ class Autoscaler:
             self._again = f"{name} does not take {devices} devices now"
 
     def _facts_of(self, jobs: Mapping[str, Known]) -> dict[str, object]:
-        facts: dict[str, object] = {"devices": self._devices.count}
+        facts: dict[str, object] = {"devices": self._given.count}
         for name, known in jobs.items():
             target, size = self._target.get(name), known.seen.devices
             facts[f"job {name}"] = known.state
@@ -163,11 +184,12 @@ class Autoscaler:
             facts[f"size {name}"] = at if known.state == "runs" else None
             facts[f"file {name}"] = known.file.at
             facts[f"slots {name}"] = known.seen.sizes
+            facts[f"waits {name}"] = self._hand.waits(known.file)
         return facts
 
     def _question(self, jobs: Mapping[str, Known], now: float) -> Question:
         silent = sum(known.seen.devices for known in jobs.values() if known.state == "silent")
-        left, found = self._devices.without(silent), list[ClusterJob]()
+        left, found = self._given.without(silent), list[ClusterJob]()
         for name, known in jobs.items():
             if known.state in ("runs", "waits"):
                 sought = self._requests.pending(name)
@@ -193,7 +215,13 @@ class Autoscaler:
         self._target, self._had = target, before
         self._meter("decisions", {}, 1)
         if why or is_new:
-            lines = [_explained(job, before[job.name], target) for job in question.jobs]
+            reasons = {name: self._hand.waits(known.file) for name, known in jobs.items()}
+            waits = {name: reason for name, reason in reasons.items() if reason}
+            lines = [
+                _explained(job, before[job.name], target)
+                + (f" (waits for quota: {waits[job.name]})" if job.name in waits else "")
+                for job in question.jobs
+            ]
             over = sum(target.values()) - question.devices
             short = f"; {over} devices too few" if over > 0 else ""
             text = f"{'; '.join(why) or 'a minute has gone'}: {', '.join(lines) or 'no job'}{short}"
@@ -201,7 +229,7 @@ class Autoscaler:
                 ("dry run: " * self._is_dry) + text,
                 {
                     "at": now, "policy": self._name, "dry_run": self._is_dry, "why": why,
-                    "devices": self._devices.count,
+                    "devices": self._given.count,
                     "jobs": {
                         job.name: {
                             "before": before[job.name], "after": target[job.name],
@@ -211,12 +239,13 @@ class Autoscaler:
                         for job in question.jobs
                     },
                     "silent": [name for name, known in jobs.items() if known.state == "silent"],
+                    "waits": waits,
                 },
             )  # fmt: skip
 
     def _measure(self, jobs: Mapping[str, Known]) -> None:
         held = {name: known.seen.devices for name, known in jobs.items()}
-        self._meter("devices", {"state": "all"}, self._devices.count)
+        self._meter("devices", {"state": "all"}, self._given.count)
         self._meter("devices", {"state": "held"}, sum(held.values()))
         for name, known in jobs.items():
             self._meter("job_devices", {"job": name}, held[name])
@@ -242,6 +271,8 @@ def _news(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
             found.append(f"{name} has {new} devices, {old} before")
         elif kind == "file" and new is not None:
             found.append(f"the file of {name} has changed")
+        elif kind == "waits" and new is not None and new != (old or ""):
+            found.append(f"{name} {'waits for quota' if new else 'has its quota'}")
         elif kind == "slots" and isinstance(new, frozenset):
             found.append(f"{name} can have {', '.join(map(str, sorted(new)))} devices")
     return found

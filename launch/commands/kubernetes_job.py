@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalai.core.errors import PeerError, RefusedError, UsageError
+from scalai.launch.commands.kueue import GATE, QUEUE_LABEL
 from scalai.launch.coordinator.api_servers import KubernetesApi
 
 FLAG = "--kubernetes"
@@ -44,7 +45,9 @@ def scale_job(name: str, pods: int, *, is_dry: bool) -> str:
         return found
 
     try:
-        before = _size(about, ask("GET"))
+        job = ask("GET")
+        before = _size(about, job)
+        _check_queue(about, job)
         size = {"parallelism": pods, "completions": pods}
         after = _size(about, ask("PATCH", {"spec": size}))
     except (KeyError, TypeError, AttributeError) as error:
@@ -66,6 +69,19 @@ def _size(about: str, job: Mapping[str, Any]) -> int:
             "its size (examples/kubernetes/)."
         )
     return int(pods)
+
+
+def _check_queue(about: str, job: Mapping[str, Any]) -> None:
+    """Raises ``RefusedError``: Kueue would stop the running Job at a change of its size."""
+    queue = job["metadata"].get("labels", {}).get(QUEUE_LABEL)
+    gates = job["spec"]["template"]["spec"].get("schedulingGates", [])
+    is_elastic = GATE in [gate["name"] for gate in gates]
+    if queue is not None and not is_elastic and not job["spec"].get("suspend", False):
+        raise RefusedError(
+            f"{about} is in Kueue's queue {queue}, and its pods have no scheduling gate {GATE}: "
+            f'Kueue would stop it at a change. Create it with the annotation {GATE}: "true", '
+            "where Kueue's feature gate ElasticJobsViaWorkloadSlices is on."
+        )
 
 
 def _problem(about: str, status: int, found: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch.config.endpoint import join_endpoint
@@ -67,14 +67,17 @@ class KubernetesApi:
         content: Mapping[str, Any] | None = None,
         *,
         is_dry: bool = False,
+        is_of_cluster: bool = False,
+        query: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[int, dict[str, Any]]:
-        """Ask about an object, or a new one without ``name``. Returns as ``ask_json``.
+        """Ask about an object, or without ``name`` about a new one or all. Returns as ``ask_json``.
 
         Args:
             about: The object, for messages.
             method: ``PATCH`` replaces the fields in ``content``.
             api, kind: API group with version, and plural of the kind.
             is_dry: The server checks and changes nothing.
+            is_of_cluster: The object is in no namespace.
 
         Raises:
             PeerError: As ``ask_json``, or the service account is unreadable.
@@ -84,11 +87,13 @@ class KubernetesApi:
             context = ssl.create_default_context(cafile=self._account / "ca.crt")
         except OSError as error:  # also one of ssl
             raise PeerError(f"the service account of {about} cannot be read: {error}") from error
-        path = f"/apis/{api}/namespaces/{self.namespace}/{kind}/{quote(name, safe='')}".rstrip("/")
+        within = "" if is_of_cluster else f"/namespaces/{self.namespace}"
+        path = f"/apis/{api}{within}/{kind}/{quote(name, safe='')}".rstrip("/")
         headers = {"Authorization": f"Bearer {token}"}
         if method == "PATCH":
             headers["Content-Type"] = MERGE_PATCH
-        path += "?dryRun=All" * is_dry
+        query = {**query, **({"dryRun": "All"} if is_dry else {})}
+        path += f"?{urlencode(query)}" if query else ""
         return ask_json(about, self.url, method, path, content, headers, context)
 
 

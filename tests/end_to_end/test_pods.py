@@ -14,6 +14,7 @@ import pytest
 
 from support.agents import TINY_JOB, TINY_MODEL
 from support.job_controller import JobState
+from support.kueue import Kueue
 from support.manifests import AUTOSCALER, BASE, built
 from support.pods import Cluster, obstacle
 from support.tiny_job import check_steps
@@ -118,15 +119,30 @@ def test_the_job_is_scaled_from_within_a_pod(tmp_path: Path) -> None:
         assert steps == list(range(1, len(steps) + 1)), "no step is lost"
 
 
-def test_an_autoscaler_in_a_pod_takes_lost_devices_and_gives_new_ones(tmp_path: Path) -> None:
-    """By its manifest's command line; it owns the jobs by a lease."""
+@pytest.mark.parametrize("what", ["devices", "quota"])
+def test_an_autoscaler_in_a_pod_takes_lost_devices_and_gives_new_ones(
+    tmp_path: Path, what: str
+) -> None:
+    """By its manifest's command line; it owns the jobs by a lease. The quota is Kueue's."""
     with running(tmp_path, 2) as job:
         first, jobs, made = job.pod(0), job.durable / "jobs", built(AUTOSCALER)
         jobs.mkdir()
         (jobs / "token").write_text(first.environment["SCALAI_JOB_TOKEN"])
         file = made["ConfigMap", "autoscale-jobs"]["data"]["gpt.toml"]
         (jobs / "gpt.toml").write_text(file.replace("/tokens/gpt", "/durable/jobs/token"))
-        (jobs / "devices").write_text("1x1\n")
+        kueue = Kueue(nominal=16)
+
+        def have(pods: int) -> None:
+            if what == "devices":
+                (jobs / "devices").write_text(f"{pods}x1\n")
+            else:
+                kueue.nominal = 8 * pods
+
+        (jobs / "devices").write_text("4x1\n")
+        if what == "quota":
+            job.api.kueue = kueue
+            kueue.take("gpt", job.job)
+        have(1)
         (container,) = made["Deployment", "autoscale"]["spec"]["template"]["spec"]["containers"]
         words = [*container["command"], *container["args"], "--every=2"]
         command = shlex.join(words).replace("/etc/scalai", "/durable/jobs")
@@ -138,7 +154,7 @@ def test_an_autoscaler_in_a_pod_takes_lost_devices_and_gives_new_ones(tmp_path: 
             try:
                 job.wait_for_world(1, deadline_s=300)
                 assert [pod.index for pod in job.living()] == [0] and job.state.failed == 0
-                (jobs / "devices").write_text("2x1\n")
+                have(2)
                 job.wait_for_world(2, deadline_s=300)
             finally:
                 (jobs / "over").touch()

@@ -22,6 +22,7 @@ from scalai.launch.commands.autoscale import OWNER, add_parser
 from scalai.launch.commands.autoscale_jobs import read_job
 from scalai.launch.commands.autoscaler import read_devices
 from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.commands.kueue import GATE, QUEUE_LABEL
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job_spec import JobSpec
 from support.job_controller import DISRUPTION, JobState, fate_of
@@ -71,13 +72,14 @@ def container_of(job: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_manifests_are_valid_by_the_published_schemas(release: str) -> None:
     objects = [each for folder in FOLDERS for each in built(folder).values()]
+    objects += read(AUTOSCALER / "kueue.yaml")
     node = jobs()["trainer"]  # the Trainer's template is that of a Job
     made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
     for each in (*objects, made | {"spec": node["spec"]}):
         kubernetes_validate.validate(each, release, strict=True)
     assert {each["kind"] for each in objects} == {
-        "ConfigMap", "Deployment", "Job", "NetworkPolicy", "PersistentVolumeClaim", "Role",
-        "RoleBinding", "Service", "ServiceAccount",
+        "ClusterRole", "ClusterRoleBinding", "ConfigMap", "Deployment", "Job", "NetworkPolicy",
+        "PersistentVolumeClaim", "Role", "RoleBinding", "Service", "ServiceAccount",
     }  # fmt: skip
 
 
@@ -278,10 +280,23 @@ def test_a_drained_pod_comes_again_for_ever_and_a_failing_one_until_the_limit() 
 
 def test_kueue_may_change_the_size_of_the_job() -> None:
     metadata = job_of(built(GPU))["metadata"]
-    assert metadata["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
+    assert metadata["labels"] == {QUEUE_LABEL: "training"}
     annotations = metadata["annotations"]
-    assert annotations["kueue.x-k8s.io/elastic-job"] == "true"
+    assert annotations[GATE] == "true"
     assert "kueue.x-k8s.io/job-min-parallelism" not in annotations, "it excludes elastic jobs"
+
+
+def test_the_autoscaler_may_read_the_queue_of_the_job_and_change_nothing_of_kueue() -> None:
+    rules = {
+        (rule["resources"][0], *rule.get("resourceNames", [])): rule["verbs"]
+        for each in read(AUTOSCALER / "kueue.yaml")
+        for rule in each.get("rules", [])
+    }
+    queue = job_of(built(GPU))["metadata"]["labels"][QUEUE_LABEL]
+    assert rules == {
+        ("localqueues", queue): ["get"], ("workloads",): ["list"],
+        ("clusterqueues", "team"): ["get"],
+    }  # fmt: skip
 
 
 def test_the_trainer_sets_no_variable_that_wins_over_the_range() -> None:

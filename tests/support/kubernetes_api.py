@@ -20,6 +20,7 @@ import pytest
 from scalai.launch.coordinator import api_servers
 from scalai.launch.coordinator.api_servers import MERGE_PATCH, KubernetesApi
 from support.certificates import Authority
+from support.kueue import QUEUES, Kueue
 from support.manifests import BASE, built, job_of
 
 NAMESPACE = "train"
@@ -56,6 +57,9 @@ class Api:
     """What it answers to everything."""
     may_answer: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[str, str]] = field(default_factory=list)
+    kueue: Kueue | None = None
+    forbidden: str | None = None
+    """Begin of addresses to which the account has no right."""
     conflicts: int = 0
 
     def renew_token(self) -> None:
@@ -76,8 +80,12 @@ class Api:
 
     def answer(self, method: str, path: str, lease: dict[str, Any] | None) -> tuple[int, Any]:
         """Return status and content, as the API server does."""
+        if self.forbidden is not None and path.startswith(self.forbidden):
+            return 403, _status(403, "Forbidden")
         if path.startswith(JOBS):
             return self._answer_about_job(method, path.removeprefix(JOBS), lease)
+        if path.startswith(QUEUES) and self.kueue is not None and method == "GET":
+            return self.kueue.answer(path) or (404, _status(404, "NotFound"))
         name = path.removeprefix(LEASES).removeprefix("/")
         if not path.startswith(LEASES):
             return 404, _status(404, "NotFound")
@@ -122,6 +130,8 @@ class Api:
         if is_dry:
             return 200, job | {"spec": spec}
         job["spec"] = spec
+        if self.kueue is not None:
+            self.kueue.reconcile(name, job)
         return 200, job
 
 

@@ -43,3 +43,49 @@ def allot(worths: Sequence[Floats], sizes: Sequence[int], devices: int) -> list[
                 best, given[job] = before[left - size] + worth[place], size
         left -= given[job]
     return given
+
+
+def settle(
+    worths: Sequence[Floats],
+    sizes: Sequence[int],
+    given: Sequence[int],
+    present: Sequence[int],
+    near: float,
+) -> list[int]:
+    """Return an allotment in which no noise of a measurement has chosen who grows or shrinks.
+
+    A growth, or the place in a shrinking, moves to a job with fewer devices, or as many and an
+    earlier place, where this takes at most the part ``near`` of its worth. No more jobs change.
+
+    Args:
+        worths, sizes: As of ``allot``.
+        present: Devices of each job now.
+        near: Part of a worth; 0: only equal ones move.
+    """
+    found, place = list(given), {size: at for at, size in enumerate((0, *sizes))}
+
+    def gain(job: int, low: int, high: int) -> float:
+        """Worth of the devices from a size to a larger one."""
+        worth = worths[job]
+        at = place.get(high, len(worth))
+        return float(worth[at] - worth[place[low]]) if at < len(worth) else -np.inf
+
+    for _ in found:
+        before = list(found)
+        for one in range(len(found)):
+            for other in range(len(found)):
+                if found[one] > present[one] and found[other] == present[other]:
+                    count = found[one] - present[one]
+                elif found[one] == present[one] and found[other] < present[other]:
+                    count = present[other] - found[other]
+                else:
+                    continue
+                left = found[one] - count
+                if left not in place or (left, one) <= (found[other], other):
+                    continue
+                kept = gain(one, left, found[one])
+                if gain(other, found[other], found[other] + count) >= (1 - near) * kept:
+                    found[one], found[other] = left, found[other] + count
+        if found == before:
+            break
+    return found

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalai.core.cluster.allotting import allot, sizes_of
+from scalai.core.cluster.allotting import allot, settle, sizes_of
 from scalai.core.cluster.baselines import fifo, fixed, optimus, tiresias, until_blocked
 from scalai.core.cluster.history import Forecast
 from scalai.core.cluster.question import Answer, ClusterJob, Floats, Memory, Policy, Question
@@ -45,7 +45,7 @@ def shortest(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer
     """
     sizes = _sizes(question)
     worths = _worths(question, [_work(job) for job in question.jobs], sizes, taste)
-    return _answer(question.jobs, allot(worths, sizes, question.devices))
+    return _answer(question, question.jobs, worths, sizes)
 
 
 def goodput(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
@@ -67,7 +67,7 @@ def goodput(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
         slowdown = np.full(len(speeds), np.inf)
         np.divide(max(usual, 1.0), speeds + 1e-3, out=slowdown, where=speeds >= 0)
         worths.append(-weight * slowdown)
-    return _answer(question.jobs, allot(worths, sizes, question.devices))
+    return _answer(question, question.jobs, worths, sizes)
 
 
 def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) -> Answer:
@@ -89,7 +89,7 @@ def dynamic_program(question: Question, memory: Memory, taste: Taste = TASTE) ->
     for worth in worths:
         # To wait is worse than any size, and possible.
         worth[0] = -_NEVER
-    return _answer(admitted, allot(worths, sizes, question.devices))
+    return _answer(question, admitted, worths, sizes)
 
 
 def qssf(question: Question, memory: Memory) -> Answer:
@@ -143,7 +143,12 @@ def _sizes(question: Question) -> list[int]:
     return sorted(own.union(usual) - {0})
 
 
-def _answer(jobs: Sequence[ClusterJob], given: Sequence[int]) -> Answer:
+def _answer(
+    question: Question, jobs: Sequence[ClusterJob], worths: Sequence[Floats], sizes: Sequence[int]
+) -> Answer:
+    given = allot(worths, sizes, question.devices)
+    if question.near:
+        given = settle(worths, sizes, given, [job.devices for job in jobs], question.near)
     largest = sorted(range(len(jobs)), key=lambda at: -given[at])
     return Answer({jobs[at].name: given[at] for at in largest if given[at]})
 

@@ -71,13 +71,18 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Jobs in order of submission, and devices on equal hosts."""
+    """Jobs in order of submission, and devices on equal hosts.
+
+    Attributes:
+        near: Part of a gain that lies within the noise of measured speeds.
+    """
 
     now_s: float
     jobs: tuple[ClusterJob, ...]
     hosts: int
     per_host: int
     ended: tuple[Ended, ...] = ()
+    near: float = 0.0
 
     @property
     def devices(self) -> int:

@@ -12,6 +12,9 @@ SHARE = 0.05
 """Most of a job's time that changes by choice may cost."""
 STAY_S = 240.0
 """Seconds over which a gain must pay the standstill."""
+NEAR = 1 / 3
+"""Part of a gain that lies within the noise of a live job's measured steps: a tenth of each step is
+so much of the gain from one device to two."""
 ROUNDS = 4
 """Most questions: each further one is without the growth that does not pay, so that others may take
 it."""
@@ -23,9 +26,11 @@ def steady(policy: Policy) -> Policy:
     A running job keeps its least devices: no engine takes a training back. It grows only if its
     last change is long past and the gain pays the standstill. It shrinks only if others need its
     devices, or if it is faster then. Where devices are lost, all of this gives way to their number.
+    Among nearly equal gains the job with fewer devices grows, then the older one.
     """
 
     def answer(question: Question, memory: Memory) -> Answer:
+        question = replace(question, near=NEAR)
         for _ in range(ROUNDS):
             found = policy(question, memory)
             unpaid = {

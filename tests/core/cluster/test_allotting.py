@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from scalai.core.cluster.allotting import allot, sizes_of
+from scalai.core.cluster.allotting import allot, settle, sizes_of
 
 SIZES = [1, 2, 4]
 
@@ -40,3 +40,46 @@ def test_no_other_allotment_is_worth_more(seed: int) -> None:
 def test_sizes_are_any_within_a_host_and_whole_hosts_above() -> None:
     assert sizes_of(14, per_host=4) == [1, 2, 3, 4, 8, 12]
     assert sizes_of(2, per_host=4) == [1, 2]
+
+
+def growing(gain: float) -> np.ndarray:
+    """Worth of 0, 1, 2 and 4 devices: the second is worth ``gain``."""
+    return np.array([-10.0, 1.0, 1.0 + gain, -np.inf])
+
+
+@pytest.mark.parametrize(
+    ("gains", "present", "given", "settled"),
+    [
+        ((0.8, 1.0), (1, 1), (1, 2), [2, 1]),
+        ((0.7, 1.0), (1, 1), (1, 2), [1, 2]),
+        ((1.0, 0.8), (1, 1), (2, 1), [2, 1]),
+        ((0.8, 1.0), (2, 2), (1, 2), [2, 1]),
+        ((0.8, 1.0), (1, 2), (1, 2), [1, 2]),
+        ((0.8, 0.9, 1.0), (1, 1, 1), (1, 1, 2), [2, 1, 1]),
+    ],
+    ids=["a near gain", "a greater one", "the first", "a shrinking", "no change", "three"],
+)
+def test_a_nearly_equal_change_goes_to_the_first(
+    gains: tuple[float, ...], present: tuple[int, ...], given: tuple[int, ...], settled: list[int]
+) -> None:
+    worths = [growing(gain) for gain in gains]
+    assert settle(worths, SIZES, given, present, 0.25) == settled
+    assert settle(worths, SIZES, given, present, 0.0) == list(given)
+
+
+def test_a_nearly_equal_growth_goes_to_the_job_with_fewer_devices() -> None:
+    worths = [np.array([0.0, 1.0, 2.0, 3.0, 4.0])] * 2
+    assert settle(worths, [1, 2, 3, 4], (3, 1), (2, 1), 0.25) == [2, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_settled_allotment_has_as_many_devices_and_no_more_changes(seed: int) -> None:
+    worths, random = worths_of(seed, jobs=4), np.random.default_rng(seed)
+    given, present = allot(worths, SIZES, 7), [int(n) for n in random.choice([0, *SIZES], 4)]
+    found = settle(worths, SIZES, given, present, 0.25)
+
+    def changes(sizes: list[int]) -> int:
+        return sum(size != before for size, before in zip(sizes, present, strict=True))
+
+    assert sum(found) == sum(given) and changes(found) == changes(given)
+    assert total(worths, found) > -np.inf

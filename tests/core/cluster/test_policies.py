@@ -204,3 +204,16 @@ def test_what_one_job_does_not_take_another_one_does() -> None:
     free = ask(running(0, 1, since_s=1.0), running(1, 1), running(2, 1), hosts=1)
     found = steady(POLICIES["goodput"])(free, {}).devices
     assert found["job-0"] == 1 and sum(found.values()) == 4
+
+
+@pytest.mark.parametrize("name", ["goodput", "dynamic-program"])
+@pytest.mark.parametrize("seed", range(8))
+def test_noise_in_measured_steps_does_not_choose_who_grows(name: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rates = np.array([0.0, 1.0, 1.85]) * random.uniform(0.97, 1.03, (2, 3))
+    jobs = [running(n, 1, rates=rates[n], allowed=(1, 2)) for n in range(2)]
+    three = replace(ask(*jobs, hosts=1), per_host=3)
+    assert steady(POLICIES[name])(three, {}).devices == {"job-0": 2, "job-1": 1}
+    less = replace(jobs[0], rates=np.array([0.0, 1.0, 1.3]))
+    uneven = replace(three, jobs=(less, jobs[1]))
+    assert steady(POLICIES[name])(uneven, {}).devices == {"job-0": 1, "job-1": 2}
