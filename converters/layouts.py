@@ -16,6 +16,7 @@ from scalai.converters.deepspeed.zero_layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text, torch_file_text
 from scalai.converters.generation_layout import PARTS, GenerationLayout
 from scalai.converters.megatron.fsdp_dtensor import FsdpDtensorLayout
+from scalai.converters.megatron.local_files import LocalLayout
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
@@ -29,6 +30,7 @@ LAYOUTS: Sequence[CheckpointLayout] = (
     TorchDistLayout(),
     TorchLegacyLayout(),
     FsdpDtensorLayout(),
+    LocalLayout(),
     DcpLayout(),
     *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
     DeepSpeedPlainLayout(),
@@ -36,6 +38,9 @@ LAYOUTS: Sequence[CheckpointLayout] = (
     SafetensorsLayout(),
 )
 """In the order of detection."""
+
+READ_ALONE = {LocalLayout().name: TorchDistLayout().name}
+"""Layouts that are not written, and those written by default in their place."""
 
 _UNFIT = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
