@@ -56,6 +56,7 @@ _FILE = re.compile(r"iter_(\d{7,18})_(\d{1,9})_local(\.dirty)?\.pt")
 DEPTH = 3
 """Levels of folders below a path: hosts, sessions, ranks."""
 MAX_FOLDERS = 1 << 16
+MAX_RANKS = 1 << 20
 FOUND_BY = 16
 """Folders of each level looked into to recognise the layout."""
 
@@ -170,9 +171,11 @@ class _FoundFiles:
 
     def _world(self, files: Iterable[_RankFile]) -> int:
         """Return the job's number of ranks: as stated, or as far as files go."""
-        stated = {size for file in files if (size := file.arguments.get("world_size")) is not None}
         highest = max((rank for ranks in self.files.values() for rank in ranks), default=0)
-        world = int(next(iter(stated), highest + 1))
+        stated = (file.arguments.get("world_size") for file in files)
+        world = next((size for size in stated if size is not None), highest + 1)
+        if type(world) is not int or not 0 < world <= MAX_RANKS:
+            raise RefusedError(f"{self.path} says that its job had {world!r:.40} ranks.")
         if highest >= world:
             raise RefusedError(
                 f"{self.path} has a file of rank {highest}, and the job had {world} ranks. Files "
@@ -339,7 +342,9 @@ class _United:
         whole, offset, local = (
             sizes_of(entry[name]) for name in ("global_shape", "global_offset", "local_shape")
         )
-        leading = (1,) * index(entry["prepend_axis_num"])
+        if index(entry["prepend_axis_num"]) != len(whole) - len(local):
+            raise RefusedError(f"{where}: {key} has shape {list(local)} of {list(whole)}.")
+        leading = (1,) * (len(whole) - len(local))
         shape, box, numel = whole, Box(offset, (*leading, *local)), local
         part = entry.get("flattened_range")
         if part is not None:

@@ -21,7 +21,8 @@ from scalai.core.tensors.dtypes import TORCH_NAMES
 from scalai.store.files import map_file
 
 CORE = "megatron.core.dist_checkpointing"
-Edit = Callable[[dict[str, Any]], object]
+Fields = dict[str, Any]
+Edit = Callable[[Fields], object]
 """Changes an entry's fields."""
 
 
@@ -63,6 +64,19 @@ def localise(
         path.write_bytes(content_of(lay_out_archive(made(cls, tree))))
         paths.append(path)
     return paths
+
+
+def rewrite(path: Path, change: Callable[[Fields, list[Fields]], object]) -> None:
+    """Write a rank's file again: ``change`` gets its common state and the entries of tensors."""
+    root, data = read_archive(path), map_file(path)
+    entries = [entry.state for entry in root.state["sharded_state_dict"]["all"]]
+    for entry in (
+        *entries,
+        *(e.state for e in root.state["sharded_state_dict"]["more"]["objects"]),
+    ):
+        entry["data"] = with_content(entry["data"], data)
+    change(root.state["common"], entries)
+    path.write_bytes(content_of(lay_out_archive(root)))
 
 
 def _tensor(directory: Path, stored: StoredKey, chunk: Chunk, *, is_mine: bool) -> Foreign:
