@@ -341,7 +341,7 @@ def write_local(directory: Path, source: Checkpoint | None = None) -> None:
         localise(Path(folder, "whole"), directory)
 
 
-def shard(key: str = EMBEDDING, path: str = LOCAL, at: int = -1, **fields: Any) -> Damage:
+def local_entry(key: str = EMBEDDING, path: str = LOCAL, at: int = -1, **fields: Any) -> Damage:
     """Change the last entry of a key, or another of them."""
     return on(
         lambda file: rewrite(
@@ -364,7 +364,7 @@ def argued(*paths: str, **arguments: Any) -> Damage:
 def copy_other(directory: Path) -> None:
     """Put another session's file of rank 1 beside rank 0's."""
     shutil.copy(directory / LOCAL, directory / "0")
-    shard(NORM, data=NANS)(directory)
+    local_entry(NORM, data=NANS)(directory)
 
 
 def with_nan_everywhere(directory: Path) -> None:
@@ -403,15 +403,15 @@ NANS = NewTensor("F32", (4,), np.full(4, np.nan, np.float32).tobytes())
 MEGATRON_LOCAL = [
     Reject("path", on(link_outside, LOCAL), "is a link to outside of the checkpoint"),
     Reject("dtype", on(make_complex, LOCAL), "of an unknown kind"),
-    Reject("dtype", shard(dtype=foreign("torch", "complex64")), "is of dtype"),
-    Reject("shape", shard(global_shape=(-8, 4)), "has shape [-8, 4]"),
-    Reject("shape", shard(global_offset=(6, 0)), "reaches outside of [8, 4]"),
-    Reject("shape", shard(prepend_axis_num=1 << 60), "has shape [4, 4] of [8, 4]"),
-    Reject("shape", shard(local_shape=(4, 2)), "F32[4, 2] by its entry"),
-    Reject("hole", shard(data=None), "nobody holds 16 of the 32 elements of embedding.word"),
+    Reject("dtype", local_entry(dtype=foreign("torch", "complex64")), "is of dtype"),
+    Reject("shape", local_entry(global_shape=(-8, 4)), "has shape [-8, 4]"),
+    Reject("shape", local_entry(global_offset=(6, 0)), "reaches outside of [8, 4]"),
+    Reject("shape", local_entry(prepend_axis_num=1 << 60), "has shape [4, 4] of [8, 4]"),
+    Reject("shape", local_entry(local_shape=(4, 2)), "F32[4, 2] by its entry"),
+    Reject("hole", local_entry(data=None), "nobody holds 16 of the 32 elements of embedding.word"),
     Reject(
         "overlap",
-        shard(global_offset=(3, 0), local_shape=(5, 4), data=NewTensor("F32", (5, 4), bytes(80))),
+        local_entry(global_offset=(3, 0), local_shape=(5, 4), data=NewTensor("F32", (5, 4), bytes(80))),
         "overlap without being replicas",
     ),
     Reject(
@@ -421,7 +421,7 @@ MEGATRON_LOCAL = [
     ),
     Reject("missing file", lost("1"), "iteration 3 lacks rank 1"),
     Reject(
-        "extra file", copied(LOCAL, "0/iter_0000003_7_local.pt"), "had 2 ranks. Files of two jobs are",
+        "extra file", copied(LOCAL, "0/iter_0000003_7_local.pt"), "the job had 2 ranks",
     ),
     Reject("truncated", cut(LOCAL, 1), "lacks rank 1 ("),
     Reject("bomb", on(compress, LOCAL), "is compressed; torch stores plainly"),
