@@ -46,6 +46,7 @@ from scalai.converters.torch_archive import (
     read_archive,
     with_content,
 )
+from scalai.converters.wrappers import DEPTH
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.dtypes import FROM_TORCH, ITEM_BYTES
 from scalai.core.tensors.region import Box, Index
@@ -53,12 +54,12 @@ from scalai.store.files import map_file
 
 NAME = "megatron_local"
 _FILE = re.compile(r"iter_(\d{7,18})_(\d{1,9})_local(\.dirty)?\.pt")
-DEPTH = 3
-"""Levels of folders below a path: hosts, sessions, ranks."""
+_DEPTH = DEPTH + 1
+"""Levels of folders below a path: of hosts to that of a session, and ranks."""
 MAX_FOLDERS = 1 << 16
 MAX_RANKS = 1 << 20
 FOUND_BY = 16
-"""Folders of each level looked into to recognise the layout."""
+"""Ranks' folders looked into to recognise the layout."""
 
 _ROOT = "MCoreTensorAwareStateDict"
 
@@ -71,8 +72,8 @@ class LocalLayout:
     framework: str = "megatron"
 
     def find(self, path: Path) -> bool:
-        """Whether there is a rank's file here, or in one of the first folders."""
-        return any(True for _ in _files_below(path, FOUND_BY))
+        """Whether there is a rank's file here, or in one of the first ranks' folders."""
+        return any(True for _ in _files_below(path, FOUND_BY, of_ranks=True))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of the newest iteration of which all ranks' files are there."""
@@ -156,7 +157,14 @@ class _FoundFiles:
                 if (file := self._first_whole(iteration, rank, names, faults, trust)) is not None
             }
             _check_facts(self.path, iteration, list(ranks.values()))
-            missing = sorted(set(range(self._world(ranks.values()))) - set(ranks))
+            world = self._world(ranks.values())
+            if (highest := max(by_rank, default=0)) >= world:
+                raise RefusedError(
+                    f"{self.path} has a file of rank {highest} at iteration {iteration}, and the "
+                    f"job had {world} ranks: files of two jobs are mixed. Name the folder of one, "
+                    "or another --iteration."
+                )
+            missing = sorted(set(range(world)) - set(ranks))
             if not missing and ranks:
                 return ranks, [*faults, *(f"passed over: {text}" for text in lacking)]
             text = f"iteration {iteration} lacks {_ranks_text(missing)}"
@@ -171,16 +179,11 @@ class _FoundFiles:
 
     def _world(self, files: Iterable[_RankFile]) -> int:
         """Return the job's number of ranks: as stated, or as far as files go."""
-        highest = max((rank for ranks in self.files.values() for rank in ranks), default=0)
         stated = (file.arguments.get("world_size") for file in files)
-        world = next((size for size in stated if size is not None), highest + 1)
+        counted = max((rank + 1 for ranks in self.files.values() for rank in ranks), default=1)
+        world = next((size for size in stated if size is not None), counted)
         if type(world) is not int or not 0 < world <= MAX_RANKS:
             raise RefusedError(f"{self.path} says that its job had {world!r:.40} ranks.")
-        if highest >= world:
-            raise RefusedError(
-                f"{self.path} has a file of rank {highest}, and the job had {world} ranks. Files "
-                "of two jobs are mixed: name the folder of one."
-            )
         return world
 
     def _first_whole(
@@ -211,10 +214,17 @@ class _FoundFiles:
         return found
 
 
-def _files_below(path: Path, most: int) -> Iterator[tuple[str, re.Match[str]]]:
-    """Yield the files of ranks, by their paths below ``path``, in folders that are no links."""
+def _files_below(
+    path: Path, most: int, *, of_ranks: bool = False
+) -> Iterator[tuple[str, re.Match[str]]]:
+    """Yield the files of ranks, by their paths below ``path``, in folders that are no links.
+
+    Args:
+        most: Folders of each level.
+        of_ranks: Only here and in ranks' folders here.
+    """
     level = [""]
-    for depth in range(DEPTH + 1):
+    for _ in range(2 if of_ranks else _DEPTH + 1):
         below: list[str] = []
         for folder in sorted(level)[:most]:
             try:
@@ -224,7 +234,7 @@ def _files_below(path: Path, most: int) -> Iterator[tuple[str, re.Match[str]]]:
                         match = _FILE.fullmatch(entry.name)
                         if match:
                             yield name, match
-                        elif depth < DEPTH and entry.name[0] != ".":
+                        elif entry.name.isdecimal() if of_ranks else entry.name[0] != ".":
                             below += [name] if entry.is_dir(follow_symlinks=False) else []
             except OSError:
                 continue

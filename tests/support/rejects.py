@@ -411,7 +411,9 @@ MEGATRON_LOCAL = [
     Reject("hole", local_entry(data=None), "nobody holds 16 of the 32 elements of embedding.word"),
     Reject(
         "overlap",
-        local_entry(global_offset=(3, 0), local_shape=(5, 4), data=NewTensor("F32", (5, 4), bytes(80))),
+        local_entry(
+            global_offset=(3, 0), local_shape=(5, 4), data=NewTensor("F32", (5, 4), bytes(80))
+        ),
         "overlap without being replicas",
     ),
     Reject(
