@@ -49,7 +49,7 @@ from scalai.converters.torch_archive import (
 from scalai.converters.wrappers import DEPTH
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.dtypes import FROM_TORCH, ITEM_BYTES
-from scalai.core.tensors.region import Box, Index
+from scalai.core.tensors.region import Box, Index, row_major
 from scalai.store.files import map_file
 
 NAME = "megatron_local"
@@ -111,11 +111,15 @@ class _RankFile:
         }
 
     def checksums(self) -> dict[tuple[str, Index], int]:
-        """Return the CRC-32 of each tensor's storage, by key and offset."""
+        """Return the CRC-32 of tensors that fill their storages, by key and offset."""
         return {
-            (str(entry["key"]), sizes_of(entry["global_offset"])): entry["data"].storage.crc
+            (str(entry["key"]), sizes_of(entry["global_offset"])): data.storage.crc
             for entry in self.tensors
-            if isinstance(entry["data"], StoredTensor) and entry["data"].storage is not None
+            if isinstance(data := entry["data"], StoredTensor)
+            and data.storage is not None
+            and data.storage.crc
+            and data.stride == row_major(data.shape)
+            and data.storage.size_bytes == prod(data.shape) * ITEM_BYTES[data.dtype]
         }
 
 
@@ -204,7 +208,7 @@ class _FoundFiles:
             except RefusedError as error:
                 faults.append(str(error).removesuffix(" Use another checkpoint.").rstrip("."))
                 continue
-            if found is not None and file.checksums() != found.checksums():
+            if found is not None and _differ(found.checksums(), file.checksums()):
                 raise RefusedError(
                     f"{self.path}: {found.path} and {name} differ, and each is of rank {rank} at "
                     f"iteration {iteration}: they are of two jobs or sessions. Name the folder of "
@@ -212,6 +216,10 @@ class _FoundFiles:
                 )
             found = found or file
         return found
+
+
+def _differ(one: Mapping[Any, int], two: Mapping[Any, int]) -> bool:
+    return any(one[key] != two[key] for key in one.keys() & two.keys())
 
 
 def _files_below(
