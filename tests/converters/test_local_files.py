@@ -53,7 +53,7 @@ def test_of_a_lost_host_an_older_iteration_is_taken_and_said(saved: Path, capsys
     found = open_checkpoint(saved)
     assert found.values.step == 3
     assert found.notes[0] == "passed over: iteration 5 lacks ranks 2, 3"
-    with pytest.raises(RefusedError, match=r"iteration 5 lacks ranks 2, 3.* 3, 5 are there"):
+    with pytest.raises(RefusedError, match=r"iteration 5 lacks ranks 2, 3 .3, 5 are there"):
         open_checkpoint(saved, ReadOptions(iteration=5))
     (saved / "host-0/s/0/iter_0000003_0_local.pt").unlink()
     assert run("verify", saved) == 3
@@ -65,11 +65,10 @@ def test_of_a_lost_host_an_older_iteration_is_taken_and_said(saved: Path, capsys
 def test_a_replica_in_another_hosts_folder_stands_in(saved: Path) -> None:
     name = "iter_0000005_2_local.pt"
     shutil.copy(saved / "host-1/s/2" / name, saved / "host-0/s/0")
-    whole = open_checkpoint(saved)
     os.truncate(saved / "host-1/s/2" / name, 100)
     found = open_checkpoint(saved)
     assert len(found.notes) == 1 and f"host-1/s/2/{name} is damaged" in found.notes[0]
-    assert list(compare(whole, found, 0)) == []
+    assert list(compare(open_checkpoint(saved.parent / "5"), found, 0)) == []
     shutil.rmtree(saved / "host-1/s/2")
     assert open_checkpoint(saved).notes == ()
 
