@@ -392,7 +392,7 @@ def of_local(step: int) -> Damage:
 def rot_of(directory: Path) -> None:
     piece = next(
         p for p in map(open_checkpoint(directory).placed.piece, range(1000))
-        if p.tensor.name == f"param/{NORM}"
+        if p.tensor.name == f"exp_avg/{EMBEDDING}" and p.box.offset != (0, 0)
     )  # fmt: skip
     data = np.memmap(directory / piece.file, np.uint8, "r+")
     data[piece.begin] ^= 1
