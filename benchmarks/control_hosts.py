@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 from control_coordinator import TOKEN
 from control_layout import NOTHING, Layouts, fingerprints, manifest
 from control_messages import ask_and_plan, committed, grown
@@ -40,7 +39,7 @@ from scalai.core.messages.worker_messages import (
     WorkerRequest,
     WriteOrder,
 )
-from scalai.core.tensors.collection import MAX_NDIM, Collection
+from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.holders import SourceList
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.link import CoordinatorLink
@@ -431,20 +430,17 @@ class Host:
         assert self.sources is not None
         own = self.store.generations[self.sources.generation]
         rows = self._layouts.fetched[min(self._wants) // SLOTS]
-        nothing = Source(_nothing_to_read(), own.step, 1, NO_FACTS, NO_FACTS)
+        nothing = Source(ReadOrder.empty(), own.step, 1, NO_FACTS, NO_FACTS)
         sources, made = dict.fromkeys(self._wants, nothing), grown(own, rows)
         assert self._fetching is not None
-        fetched = events.Done(self._fetching, events.Gathered(sources, 0.0, 0.0, 0, 0))
-        return (fetched,) if made is None else (Grown(made), fetched)
+        round = self._fetching.start.workers.round
+        planned = events.RestorePlanned(round, sources, 0.0, 0, 0)
+        fetched = events.Done(self._fetching)
+        return (planned, fetched) if made is None else (planned, Grown(made), fetched)
 
     def tick(self) -> None:
         if not self.agent.is_over():
             self.agent.tick()
-
-
-def _nothing_to_read() -> ReadOrder:
-    none, boxes = np.zeros(0, np.int64), np.zeros((0, MAX_NDIM), np.int64)
-    return ReadOrder((), none, boxes, boxes, none, none, boxes, boxes)
 
 
 def _give_way_after(loop: Loop, work: Callable[[], object]) -> None:

@@ -28,6 +28,7 @@ from scalai.core.tensors.holders import Pieces, Reference
 from scalai.core.tensors.region import Box
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connections import ANY_PORT, Listener, connect
+from scalai.runtime.failpoints import reached
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import DATA_PLANE, service_key
 from scalai.store.files import contiguous_chunks, write_at
@@ -227,6 +228,7 @@ class DataPlaneServer:
             for row in sorted(cut) if request.is_checked else ():
                 rows.check(row)
             _send(framed, Parts(len(parts)))
+            reached("give")
             for part in parts:
                 for block in contiguous_chunks(part, BLOCK_BYTES):
                     framed.send(block)

@@ -5,8 +5,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from scalai.core.errors import (
     MismatchError,
     PeerError,
     ScalaiError,
+    StoreError,
 )
 from scalai.core.fields import mapped
 from scalai.core.host import events
@@ -30,15 +31,31 @@ from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import ReadOrder, Source
 from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.holders import Holder, Pieces, SourceList
-from scalai.core.tensors.plan import Plan, plan
+from scalai.core.tensors.plan import BATCH_BYTES, Plan, plan
 from scalai.core.tensors.region import box_text
 from scalai.launch.agent.data_plane import DEFAULT_TIMEOUT_S, DataPeer
-from scalai.launch.agent.sources import KnownParts, ask_parts, ask_rank_states, first_part, own_part
+from scalai.launch.agent.sources import (
+    GivenPart,
+    KnownParts,
+    ask_parts,
+    ask_rank_states,
+    first_part,
+    own_part,
+)
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
-from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
+from scalai.store.moves import (
+    Fetched,
+    FetchList,
+    Missing,
+    fetch_lists,
+    fetched_orders,
+    holders_of,
+    in_batches,
+    read_orders,
+)
 from scalai.store.parts import Extras, summary_bytes
 
 log = logging.getLogger(__name__)
@@ -56,11 +73,18 @@ class Moving:
         self._mutex = threading.Lock()
         self._bytes = self._reported = 0
         self._report_at = 0.0
+        self._is_given_up = False
 
     def arrived(self, count: int) -> None:
-        """Count arrived bytes."""
+        """Count arrived bytes. Raises ``StoreError`` if they were given up."""
+        if self._is_given_up:
+            raise StoreError("the pieces are not needed any more: their round has ended.")
         with self._mutex:
             self._bytes += count
+
+    def give_up(self) -> None:
+        """End the move: its round has ended."""
+        self._is_given_up = True
 
     def news(self) -> int | None:
         """Return the bytes so far, if due for a report: at intervals, and only after a change."""
@@ -73,6 +97,8 @@ class Moving:
 
 FETCHED_AT_ONCE = 64
 """Largest number of hosts to fetch from in parallel."""
+BATCHES_AT_ONCE = 3
+"""One is made room for, one comes, one is compared."""
 CHECKED_BYTES_PER_S = 1e8
 """Lowest rate of a host's comparison of pieces with the committed ones."""
 NAMED = 5
@@ -81,31 +107,23 @@ NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Read orders for one host's workers, by global rank, and the cost of fetching.
+    """Result of fetching for one host's workers.
 
     ``grown``: this host's part of the generation with the fetched pieces; None: nothing was
     fetched. ``suspected``: hosts skipped for damaged pieces.
     """
 
-    sources: Mapping[int, Source]
-    grown: HostManifest | None
-    plan_s: float
-    move_s: float
-    bytes_local: int
-    bytes_remote: int
+    grown: HostManifest | None = None
     suspected: Suspected | None = None
 
     def to_events(self, action: FetchWanted) -> list[events.Event]:
         """List the results of ``action``."""
-        fetched = events.Gathered(
-            self.sources, self.plan_s, self.move_s, self.bytes_local, self.bytes_remote
-        )
         found: list[events.Event] = []
         if self.grown is not None:
             found.append(Grown(summary_bytes(self.grown)))
         if self.suspected is not None:
             found.append(self.suspected)
-        return [*found, events.Done(action, fetched)]
+        return [*found, events.Done(action)]
 
 
 def prepare_restore(
@@ -113,13 +131,16 @@ def prepare_restore(
     start: Start,
     wants: Mapping[int, Want],
     token: bytes,
+    hand: Callable[[events.Event], object],
     arrived: Callable[[int], None] = lambda count: None,
 ) -> Restore:
-    """Plan for this host's workers and fetch missing pieces. Blocks.
+    """Plan for this host's workers, hand them what is here, fetch missing pieces in batches, and
+    hand them each batch once it is compared and kept. Blocks.
 
     Args:
         start: The coordinator's command, with sources.
         wants: Pieces for each new worker of this host, by global rank.
+        hand: Takes ``RestorePlanned``, then ``PiecesHere``; several threads call it.
         arrived: Callback for bytes from other hosts; several threads call it.
 
     Raises:
@@ -141,23 +162,30 @@ def prepare_restore(
         ranks=tuple(rank for rank in ranks if states[rank]),
         committed=parts.committed,
     )
-
-    moved = bring(store, listed, parts, targets, placement.group, extras, token, arrived)
+    planned = plan_from(parts, targets, placement.group)
     directories = {}
     if parts.own is not None:
         directories[store.host] = store.generation_directory(listed.generation)
-    planned, moving = moved.plan, moved.fetch
-    orders = read_orders(planned, moved.parts.all, directories, moving.fetched)
-    done = time.monotonic()
-    return Restore(
-        sources=_sources(start, ranks, orders, states),
-        grown=moving.grown,
-        plan_s=moved.began - began,
-        move_s=done - moved.began,
-        bytes_local=planned.bytes_local,
-        bytes_remote=planned.bytes_remote,
-        suspected=suspected(listed.generation, moved.damaged),
+    orders, round = read_orders(planned, parts.all, directories), start.workers.round
+    sources = _sources(start, ranks, orders, states)
+    plan_s = time.monotonic() - began
+    hand(events.RestorePlanned(round, sources, plan_s, planned.bytes_local, planned.bytes_remote))
+
+    def came(orders: Mapping[int, ReadOrder]) -> None:
+        by_rank = {ranks[number]: order for number, order in orders.items()}
+        hand(events.PiecesHere(round, by_rank))
+
+    reached("move")
+    moved = bring(
+        store, listed, parts, targets, placement.group, planned, extras, token, arrived, came=came
     )
+    if moved.grown is not None:
+        log.info(
+            "event=moved round=%d bytes=%d unchanged_bytes=%d files=%d took_s=%.3f",
+            round, planned.bytes_remote - moved.unchanged_bytes, moved.unchanged_bytes,
+            moved.files, time.monotonic() - began - plan_s,
+        )  # fmt: skip
+    return Restore(moved.grown, suspected(listed.generation, moved.damaged))
 
 
 def suspected(generation: int, damaged: Mapping[str, str]) -> Suspected | None:
@@ -177,7 +205,7 @@ def _sources(
     about = mapped(listed.about.value(), "about")
     return {
         rank: Source(
-            order=orders[number],
+            order=orders.get(number, ReadOrder.empty()),
             step=listed.step,
             consumed_samples=about["consumed_samples"],
             scalars=listed.scalars,
@@ -189,105 +217,19 @@ def _sources(
     }
 
 
-class _Fetch(NamedTuple):
-    """Fetched lists; this host's part with them, None: nothing was missing; and bytes copied from
-    another generation of this host."""
+@dataclass(slots=True)
+class Brought:
+    """What has come to this host: its part with it (None: nothing was missing), in how many files,
+    bytes of it copied from another generation of this host, and hosts with damaged pieces, with
+    the reason."""
 
-    fetched: list[Fetched]
-    grown: HostManifest | None
+    grown: HostManifest | None = None
+    files: int = 0
     unchanged_bytes: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
 
 
-class Brought(NamedTuple):
-    """A plan after its execution: its parts, the fetched pieces, the start time of the transfer,
-    and hosts with damaged pieces, with the reason."""
-
-    plan: Plan
-    parts: KnownParts
-    fetch: _Fetch
-    began: float
-    damaged: Mapping[str, str]
-
-
-def bring(
-    store: HostStore,
-    listed: SourceList,
-    parts: KnownParts,
-    targets: Sequence[Holder],
-    hosts: Sequence[str],
-    extras: Extras,
-    token: bytes,
-    arrived: Callable[[int], None],
-    expect: Callable[[int], None] = lambda count: None,
-    *,
-    is_replica: bool = False,
-) -> Brought:
-    """Bring this host's missing target pieces of a generation into its store. Blocks.
-
-    Args:
-        parts: Pieces of each host.
-        targets: Pieces this host should have.
-        hosts: All hosts doing so now, this one included; each asks another replica.
-        extras: Values to store with the pieces.
-        arrived: Callback for arriving bytes; several threads call it.
-        expect: Callback for the expected bytes, before they arrive.
-        is_replica: For other hosts' sake: leaves room for this host's own next snapshot, and copies
-            pieces unchanged since another generation of this host.
-
-    Raises: As ``prepare_restore``.
-    """
-
-    def fetch(parts: KnownParts, lists: list[FetchList], gone: dict[str, ScalaiError]) -> _Fetch:
-        if is_replica:
-            store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
-        else:
-            reached("move")
-        return _fetch_all(
-            store,
-            listed,
-            parts,
-            lists,
-            extras,
-            token,
-            arrived,
-            expect,
-            gone,
-            is_replica=is_replica,
-        )
-
-    return _plan_and_fetch(store.host, parts, targets, hosts, fetch)
-
-
-def _plan_and_fetch(
-    host: str,
-    parts: KnownParts,
-    targets: Sequence[Holder],
-    hosts: Sequence[str],
-    fetch: Callable[[KnownParts, list[FetchList], dict[str, ScalaiError]], _Fetch],
-) -> Brought:
-    """Plan and fetch; after a failure again without the failing hosts, since replicas may help."""
-    damaged = dict[str, str]()
-    while True:  # ends: each turn leaves out a host
-        try:
-            planned, gone = _plan(parts, targets, hosts), dict[str, ScalaiError]()
-        except PeerError as error:
-            if not damaged:
-                raise
-            raise MismatchError(str(error), tuple(damaged)) from error
-        lists = fetch_lists(planned, parts.all, host)
-        began = time.monotonic()
-        try:
-            return Brought(planned, parts, fetch(parts, lists, gone), began, damaged)
-        except (PeerError, DamageError):
-            if not gone:
-                raise
-        reasons = {host: str(error) for host, error in gone.items()}
-        damaged |= {h: why for h, why in reasons.items() if isinstance(gone[h], DamageError)}
-        log.warning("event=source_gone hosts=%s: planned anew without them", sorted(gone))
-        parts = parts.without(reasons)
-
-
-def _plan(parts: KnownParts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
+def plan_from(parts: KnownParts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
     """Plan from the known parts.
 
     Raises:
@@ -305,75 +247,165 @@ def _plan(parts: KnownParts, targets: Sequence[Holder], hosts: Sequence[str]) ->
         ) from error
 
 
-def _fetch_all(
+def bring(
     store: HostStore,
     listed: SourceList,
     parts: KnownParts,
-    lists: list[FetchList],
+    targets: Sequence[Holder],
+    hosts: Sequence[str],
+    planned: Plan,
     extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
-    expect: Callable[[int], None],
-    gone: dict[str, ScalaiError],
     *,
-    is_replica: bool,
-) -> _Fetch:
-    """Fetch every list into one new file of the store, peers in parallel, and keep it.
+    came: Callable[[Mapping[int, ReadOrder]], None] | None = None,
+    expect: Callable[[int], None] = lambda count: None,
+) -> Brought:
+    """Bring this host's missing target pieces of a generation into its store. Blocks.
 
-    Notes failing hosts in ``gone``, with the reason.
+    After a failure of hosts the rest is planned anew without them, since replicas may help.
+
+    Args:
+        parts: Pieces of each host.
+        targets: Pieces this host should have.
+        hosts: All hosts doing so now, this one included; each asks another replica.
+        planned: Plan from ``parts`` for ``targets`` (``plan_from``).
+        extras: Values to store with the pieces.
+        arrived: Callback for arriving bytes; several threads call it.
+        came: Callback for orders to read each batch, by index of the target; several threads call
+            it. None: for other hosts' sake; leaves room for this host's own next snapshot.
+        expect: Callback for the expected bytes, before they arrive.
+
+    Raises: As ``prepare_restore``.
     """
-    if not lists:
-        return _Fetch([], None)
-    number, others = listed.generation, {part.host: part for part in parts.others}
-    pieces = concatenate([asked.pieces for asked in lists])
-    staged = store.stage(pieces)
-    fetched, first = [], 0
-    for asked in lists:
-        begins = staged.begins[first : first + len(asked.pieces)]
-        fetched.append(Fetched(asked, staged.path, begins))
-        first += len(asked.pieces)
+    brought, missing = Brought(), Missing.all_of(targets)
+    while True:  # ends: each turn leaves out a host
+        lists = fetch_lists(planned, parts.all, store.host)
+        if came is None:
+            store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
+        others = {part.host: part for part in parts.others}
+        hand = None if came is None else partial(_hand, came, planned, missing)
+        fetching = _Fetching(store, listed, others, extras, token, arrived, expect, hand, brought)
+        batches = [lists] * bool(lists) if came is None else in_batches(lists, BATCH_BYTES)
+        try:
+            at_once(fetching.take, batches, threads=min(len(batches), BATCHES_AT_ONCE))
+            return brought
+        except (PeerError, DamageError):
+            if not fetching.gone:
+                raise
+        reasons = {host: str(error) for host, error in fetching.gone.items()}
+        for host, error in fetching.gone.items():
+            if isinstance(error, DamageError):
+                brought.damaged[host] = str(error)
+        log.warning("event=source_gone hosts=%s: planned anew without them", sorted(reasons))
+        parts, missing = parts.without(reasons), missing.without(planned, fetching.here)
+        try:
+            planned = plan_from(parts, missing.targets, hosts)
+        except PeerError as error:
+            if not brought.damaged:
+                raise
+            raise MismatchError(str(error), tuple(brought.damaged)) from error
 
-    def fetch(entry: Fetched) -> None:
-        asked = entry.asked
-        most_s = _patience_s(asked, given[asked.host]) if is_replica else DEFAULT_TIMEOUT_S
-        peer = DataPeer(others[asked.host].address, token, asked.host, most_s)
+
+def _hand(
+    came: Callable[[Mapping[int, ReadOrder]], None],
+    planned: Plan,
+    missing: Missing,
+    fetched: Sequence[Fetched],
+) -> None:
+    came(missing.as_wanted(fetched_orders(planned, fetched)))
+
+
+@dataclass(eq=False, slots=True)
+class _Fetching:
+    """Fetches by one plan. Threads take a batch each, and one at a time receives.
+
+    Attributes:
+        others: Known parts, by host.
+        hand: Takes each arrived batch; None: replicas.
+        here: Arrived lists.
+        gone: Failed hosts, with the reason.
+    """
+
+    store: HostStore
+    listed: SourceList
+    others: Mapping[str, GivenPart]
+    extras: Extras
+    token: bytes
+    arrived: Callable[[int], None]
+    expect: Callable[[int], None]
+    hand: Callable[[Sequence[Fetched]], None] | None
+    brought: Brought
+    here: list[Fetched] = field(default_factory=list)
+    gone: dict[str, PeerError | DamageError] = field(default_factory=dict)
+    receiving: threading.Lock = field(default_factory=threading.Lock)
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, lists: list[FetchList]) -> None:
+        """Fetch a batch into one new file of the store, hosts in parallel, compare it, keep it, and
+        hand it on."""
+        store, number = self.store, self.listed.generation
+        pieces = concatenate([asked.pieces for asked in lists])
+        staged = store.stage(pieces)
+        fetched, first = [], 0
+        for asked in lists:
+            begins = staged.begins[first : first + len(asked.pieces)]
+            fetched.append(Fetched(asked, staged.path, begins))
+            first += len(asked.pieces)
+        given = {host: part.pieces for host, part in self.others.items()}
+        try:
+            stated = stated_fingerprints(lists, given)
+            copied = store.copy_unchanged(number, staged, stated, lambda: self.arrived(0))
+            left, due = _without(fetched, copied)
+            self.expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
+            with self.receiving:
+                if self.gone:  # in another batch: all that is left is planned anew
+                    raise next(iter(self.gone.values()))
+                if due:
+                    at_once(self._receive, due, threads=min(len(due), FETCHED_AT_ONCE))
+            found = np.zeros(len(pieces), np.uint64)
+            found[list(copied)] = np.array(list(copied.values()), np.uint64)
+            found[left] = staged.fingerprints(left)
+            check_arrived(lists, given, found)
+            reached("moved")
+            store.adopt_empty(first_part(store.host, self.listed))
+            grown = store.extend(number, staged, self.extras, found)
+        except (ScalaiError, OSError):
+            store.unstage(staged)
+            raise
+        except MemoryError as error:
+            store.unstage(staged)
+            raise MemoryShortError(
+                f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
+                f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit "
+                "of its container)."
+            ) from error
+        kept = store.generation_directory(number) / grown.files[-1].name
+        fetched = [Fetched(each.asked, kept, each.begin) for each in fetched]
+        sizes, brought = pieces.size_bytes(), self.brought
+        with self.mutex:
+            self.here += fetched
+            if brought.grown is None or len(brought.grown.files) < len(grown.files):
+                brought.grown = grown
+            brought.files += 1
+            brought.unchanged_bytes += int(sizes.sum() - sizes[left].sum())
+        if self.hand is not None:
+            self.hand(fetched)
+
+    def _receive(self, entry: Fetched) -> None:
+        asked, most_s = entry.asked, DEFAULT_TIMEOUT_S
+        part = self.others[asked.host]
+        if self.hand is None:
+            most_s = _patience_s(asked, part.pieces)
+        peer = DataPeer(part.address, self.token, asked.host, most_s)
         try:
             peer.fetch(
-                number, asked.row, asked.pieces, entry.path, entry.begin, arrived,
-                is_checked=is_replica,
+                self.listed.generation, asked.row, asked.pieces, entry.path, entry.begin,
+                self.arrived, is_checked=self.hand is None,
             )  # fmt: skip
         except (PeerError, DamageError) as error:
-            gone[asked.host] = error
+            self.gone[asked.host] = error
             raise
-
-    given = {host: part.pieces for host, part in others.items()}
-    try:
-        stated = stated_fingerprints(lists, given) if is_replica else {}
-        copied = store.copy_unchanged(number, staged, stated, lambda: arrived(0))
-        left, due = _without(fetched, copied)
-        expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
-        if due:
-            at_once(fetch, due, threads=min(len(due), FETCHED_AT_ONCE))
-        found = np.zeros(len(pieces), np.uint64)
-        found[list(copied)] = np.array(list(copied.values()), np.uint64)
-        found[left] = staged.fingerprints(left)
-        check_arrived(lists, given, found)
-        reached("moved")
-        store.adopt_empty(first_part(store.host, listed))
-        grown = store.extend(number, staged, extras, found)
-    except (ScalaiError, OSError):
-        store.unstage(staged)
-        raise
-    except MemoryError as error:
-        store.unstage(staged)
-        raise MemoryShortError(
-            f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
-            f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit of "
-            "its container)."
-        ) from error
-    kept = store.generation_directory(number) / grown.files[-1].name
-    unchanged = int(pieces.size_bytes().sum() - pieces.size_bytes()[left].sum())
-    return _Fetch([Fetched(each.asked, kept, each.begin) for each in fetched], grown, unchanged)
 
 
 def _without(
@@ -387,10 +419,7 @@ def _without(
         asked, count = entry.asked, len(entry.asked.pieces)
         mine = np.array([n for n in range(count) if first + n not in rows], dtype=np.int64)
         if len(mine):
-            chosen = FetchList(
-                asked.host, asked.row[mine], asked.pieces.select(mine), asked.fetch[mine]
-            )
-            lists.append(Fetched(chosen, entry.path, entry.begin[mine]))
+            lists.append(Fetched(asked.select(mine), entry.path, entry.begin[mine]))
         left += (first + mine).tolist()
         first += count
     return np.array(left, dtype=np.int64), lists

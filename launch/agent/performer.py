@@ -358,6 +358,8 @@ class Performer:
         """End workers beside the loop: the kernel may take long."""
         round, grace_s = action.round, action.grace_s
         group, is_over, ended = self.groups.pop(round), self._hands.is_over, threading.Event()
+        if self._moving is not None and self._moving.round == round:
+            self._moving.give_up()
         self._ends.append(ended)
         deadline, is_alone = time.monotonic() + grace_s, not self.groups
 
@@ -463,11 +465,11 @@ class Performer:
         moving = self._moving = Moving(round)
         self._replicas.give_up()
         reached("plan")
-        store, token = self._store, self._hands.token
+        store, token, feed = self._store, self._hands.token, self._hands.feed
 
         def fetch() -> list[Event]:
             try:
-                found = prepare_restore(store, start, action.wants, token, moving.arrived)
+                found = prepare_restore(store, start, action.wants, token, feed, moving.arrived)
             except ProofError as error:
                 return [reports.Unproven(round, str(error))]  # the coordinator decides
             finally:

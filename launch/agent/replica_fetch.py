@@ -34,7 +34,7 @@ from scalai.core.tensors.replica_pace import (
 )
 from scalai.core.tensors.replicas import to_keep
 from scalai.launch.agent.data_plane import DataPeer
-from scalai.launch.agent.fetch import bring, suspected
+from scalai.launch.agent.fetch import bring, plan_from, suspected
 from scalai.launch.agent.sources import KnownParts, ask_parts, first_part, own_part
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
@@ -266,16 +266,18 @@ def _keep(
     parts = ask_parts(own, host, listed, targets, token, position)
     wanted = to_keep(ring, host, {**_alike(parts, listed.hosts, command), **wards})
     states = _states(command, host, frozenset(wards), token)
+    targets = [Holder(host, wanted)]
+    planned = plan_from(parts, targets, ring.hosts)
     moved = bring(
-        store, listed, parts, [Holder(host, wanted)], ring.hosts,
+        store, listed, parts, targets, ring.hosts, planned,
         Extras(mapped(listed.scalars.value(), "scalars"), states, (), parts.committed),
-        token, arrived, expect, is_replica=True,
+        token, arrived, expect=expect,
     )  # fmt: skip
-    grown, unchanged = moved.fetch.grown, moved.fetch.unchanged_bytes
+    grown, unchanged = moved.grown, moved.unchanged_bytes
     if grown is None and states:
         grown = _with_states(store, command, states)
     wrong = suspected(listed.generation, moved.damaged)
-    size = moved.plan.bytes_remote - unchanged
+    size = planned.bytes_remote - unchanged
     return Kept(grown, size, "; ".join(failed), unchanged, wrong)
 
 

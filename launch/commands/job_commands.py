@@ -217,6 +217,8 @@ def _print_answer(answer: Mapping[str, Any], arguments: argparse.Namespace) -> N
         print(json.dumps({"dry_run": arguments.dry_run, **answer}))
         return
     print("dry run, nothing is changed: " * arguments.dry_run + answer["reason"])
+    for line in answer.get("schedule", ()):
+        print(f"  {line}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:

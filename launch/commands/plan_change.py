@@ -12,7 +12,7 @@ from scalai.core.degrees.degrees import AXES, DegreeRequest, Degrees, parse_requ
 from scalai.core.errors import RefusedError
 from scalai.core.planner.change import ChangeChoice, Option, estimate_of, options_for, plan_change
 from scalai.core.planner.columns import Layout
-from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, spread
+from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, schedule, spread
 from scalai.core.planner.search import search
 from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.launch.commands.plan_model import PlanQuestion
@@ -240,8 +240,9 @@ def _print_cost(cost: Reconfiguration, unplaced_moves: int) -> None:
     if cost.missing:
         print(f"  {sized(cost.missing)} are held by no host that is left: they come from replicas "
               "or from a checkpoint")  # fmt: skip
-    parts = ", ".join(f"{name} {value:.3g} s" for name, value in cost.seconds.items() if value)
-    print(f"  {cost.total_s:.1f} s: {parts}")
+    print(f"  {cost.total_s:.1f} s without a step:")
+    for line in schedule(cost, is_ahead=cost.before is not None):
+        print(f"    {line}")
     pairs = _pairs(cost)
     for giver, taker, size in pairs[:SHOWN_PAIRS]:
         print(f"    {giver} -> {taker}: {sized(size)}")
@@ -284,7 +285,8 @@ def _option(one: Option) -> dict[str, Any]:
         "stays": cost.stays if cost else None,
         "stays_on_device": cost.stays_on_device if cost else None,
         "missing": cost.missing if cost else 0,
-        "seconds": dict(cost.seconds) if cost else {}, "total_s": cost.total_s if cost else 0.0,
+        "seconds": dict(cost.seconds) if cost else {},
+        "beside_s": cost.beside_s if cost else 0.0, "total_s": cost.total_s if cost else 0.0,
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scalai.core.degrees.passes import AS_GIVEN
 from scalai.core.errors import EndedError, ScalaiError, StaleError, UsageError
+from scalai.core.host.standby import NEVER
 from scalai.core.job.assigning import failure_of, placed
 from scalai.core.job.membership import (
     TRAINING,
@@ -37,6 +38,7 @@ from scalai.core.messages.reports import (
     Sealed,
 )
 from scalai.core.messages.shared import JsonText
+from scalai.core.planner.reconfiguration import schedule
 from scalai.launch.config.job_spec import JobSpec
 from scalai.launch.coordinator import control_file
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
@@ -512,7 +514,7 @@ def scale(
 
     Returns:
         Degrees and workers of the present hosts, and the reason; ``no change ...`` if they run so
-            already.
+            already. With ``dry_run`` also the schedule of the change, a line each.
 
     Raises:
         UsageError: It is impossible; with the reason and the way out.
@@ -540,7 +542,24 @@ def scale(
     return {
         "degrees": str(target.degrees), **target.passes.to_json(),
         "workers": dict(target.workers), "reason": reason,
+        **({"schedule": _schedule(live, target)} if dry_run and not is_same else {}),
     }  # fmt: skip
+
+
+def _schedule(live: LiveJob, target: Assignment) -> list[Json]:
+    """Return the order of a change: bytes of the job's own model, where it is known, and seconds of
+    its last change."""
+    ran, resize = live.state.current, live.spec.config.resize
+    if ran is None:
+        return []
+    changes = [each for each in live.timeline.reports if "paused_s" in each]
+    last = changes[-1] if changes else {"seconds": {}}
+    lines = [*schedule(
+        live.sizing.moved(ran, target), last["seconds"], is_ahead=resize.standby != NEVER
+    )]  # fmt: skip
+    if changes:
+        lines.append(f"seconds are of the last change, which paused {last['paused_s']:.2f} s")
+    return list(lines)
 
 
 def snapshot(live: LiveJob) -> str:

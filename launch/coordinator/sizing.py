@@ -13,7 +13,7 @@ from scalai.core.degrees.batches import Shares
 from scalai.core.degrees.degrees import Degrees, parse_request
 from scalai.core.degrees.passes import Passes, offload_of_json, recompute_of_json
 from scalai.core.degrees.policy import Choice, Needing, Preferring
-from scalai.core.errors import ScalaiError
+from scalai.core.errors import RefusedError, ScalaiError, UsageError
 from scalai.core.job.membership import Assign, Assignment, Place
 from scalai.core.job.remembered import ASKED
 from scalai.core.jsonable import Json
@@ -27,7 +27,7 @@ from scalai.core.planner.meter import (
     replica_hosts,
     replica_paces,
 )
-from scalai.core.planner.placement import make_place
+from scalai.core.planner.placement import MOST_PAIRS, make_place
 from scalai.core.planner.preference import (
     Measured,
     Preference,
@@ -36,7 +36,7 @@ from scalai.core.planner.preference import (
     measured_of_json,
     measured_to_json,
 )
-from scalai.core.planner.reconfiguration import Hosts
+from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, reconfiguration
 from scalai.core.planner.step_memory import fits_host, step_memory
 from scalai.launch.config.elastic_config import MEASURED
 from scalai.launch.config.job_spec import JobSpec
@@ -217,6 +217,24 @@ class Sizing:
         of_job = self._arguments, *self._deepspeed
         work = read_workload(self._arguments, self._limits)
         return make_place(work, lambda world_size: read_sharding(world_size, *of_job))
+
+    def moved(self, ran: Assignment, target: Assignment) -> Reconfiguration | None:
+        """The bytes of a change of a model stated by the script's flags; None: unknown, or too many
+        hosts to compute it at once."""
+        work = read_workload(self._arguments, self._limits)
+        if work is None or len(target.workers) * ran.degrees.dp * ran.degrees.cp > MOST_PAIRS:
+            return None
+        of_job = self._arguments, *self._deepspeed
+        before, after = (
+            Layout(each.degrees, 1, sharding=read_sharding(each.degrees.world_size, *of_job))
+            for each in (ran, target)
+        )
+        try:
+            return reconfiguration(
+                work, device_named(ANY_DEVICE), before, after, ran.workers, target.workers
+            )
+        except (RefusedError, UsageError):  # a layout unknown to the formulas
+            return None
 
     def scaled(
         self,

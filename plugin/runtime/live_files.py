@@ -303,14 +303,16 @@ NEAR_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A live state filled from a generation: its scalars, its own note, the begin (monotonic clock)
-    and the mapping's seconds.
+    """A live state filled from a generation: its scalars, its own note, the begin (monotonic
+    clock), and of the time since then the seconds of mapping and of waiting for other hosts'
+    pieces.
     """
 
     scalars: dict[str, Json]
     note: str
     began: float
     mapped_s: float
+    waited_s: float
 
 
 def fill_state(
@@ -318,17 +320,44 @@ def fill_state(
     wanted: Sequence[Row],
     source: Source,
     rings: Mapping[torch.device, StagingRing],
+    more: Callable[[], ReadOrder | None],
 ) -> Filled:
-    """Fill the live state of this rank from the files of its host. Raises as ``read_rows``."""
-    began = time.monotonic()
+    """Fill the live state of this rank from the files of its host, in part while pieces of other
+    hosts still come.
+
+    Args:
+        more: Waits for further pieces, and returns the order to read them; None: there are none.
+
+    Raises: As ``read_rows``.
+    """
+    began, mapped_s, waited_s = time.monotonic(), 0.0, 0.0
     reached("restore")
-    sources = map_sources(wanted, source.order)
-    mapped_s = time.monotonic() - began
-    read_rows(wanted, source.order, rings, sources)
+    left, order, place = elements_of(wanted), source.order, "rest"
+    while True:
+        mapping_at = time.monotonic()
+        sources = map_sources(wanted, order)
+        mapped_s += time.monotonic() - mapping_at
+        left = read_rows(wanted, order, rings, sources, left)
+        if not left.any():
+            break
+        reached(place)
+        place = "batch"
+        waiting_at = time.monotonic()
+        further = more()
+        waited_s += time.monotonic() - waiting_at
+        if further is None:
+            row = int(left.argmax())
+            raise LayoutError(f"copies leave {left[row]} elements of {_named(wanted[row])}.")
+        order = further
     scalars, rank_state = source.scalars.value(), source.rank_state.value()
     state.load_scalars(scalars)
     note = state.load_rank_state(rank_state.get(state.coordinate), source.step)
-    return Filled(scalars, note, began, mapped_s)
+    return Filled(scalars, note, began, mapped_s, waited_s)
+
+
+def elements_of(rows: Sequence[Row]) -> Columns:
+    """Return the number of elements of each row."""
+    return np.array([piece.box.numel for _, piece in rows], dtype=np.int64)
 
 
 def read_rows(
@@ -336,20 +365,26 @@ def read_rows(
     order: ReadOrder,
     rings: Mapping[torch.device, StagingRing] | None = None,
     sources: Sequence[torch.Tensor] | None = None,
-) -> None:
-    """Fill the wanted rows of this rank. Blocks until the bytes are in place.
+    left: Columns | None = None,
+) -> Columns:
+    """Fill elements of the wanted rows of this rank. Blocks until the bytes are in place.
 
     Args:
         rows: Wanted rows of this rank (``wanted_rows``).
-        order: Copies; each wanted element is in exactly one.
+        order: Copies; each wanted element is in at most one of all orders.
         rings: Pinned buffers by device; made here, slowly, if missing.
         sources: Result of ``map_sources``.
+        left: Elements of each row before; None: all.
+
+    Returns:
+        Elements of each row that are left.
 
     Raises:
-        LayoutError: The copies do not fill the rows, or lie outside of them. Nothing is written.
+        LayoutError: The copies fill more than is left, or lie outside of the rows. Nothing is
+            written.
         StoreError: A file is missing or too short. Nothing is written.
     """
-    _check_filled(rows, order)
+    left = _left_behind(rows, order, elements_of(rows) if left is None else left)
     sources = map_sources(rows, order) if sources is None else sources
     copies = [_resolve(rows, order, copy, sources) for copy in range(len(order))]
     rings = rings or rings_for({target.device for target, _ in copies})
@@ -363,10 +398,10 @@ def read_rows(
     for ring in rings.values():
         ring.end()
         ring.stream.synchronize()
+    return left
 
 
-def _check_filled(rows: Sequence[Row], order: ReadOrder) -> None:
-    wanted = np.array([piece.box.numel for _, piece in rows], dtype=np.int64)
+def _left_behind(rows: Sequence[Row], order: ReadOrder, left: Columns) -> Columns:
     unknown = order.row[(order.row < 0) | (order.row >= len(rows))]
     if len(unknown):
         raise LayoutError(
@@ -374,13 +409,18 @@ def _check_filled(rows: Sequence[Row], order: ReadOrder) -> None:
             "changed since they were published; publish them again."
         )
     filled = np.bincount(order.row, order.shape.prod(axis=1), minlength=len(rows)).astype(np.int64)
-    if (filled != wanted).any():
-        row = int((filled != wanted).argmax())
-        slot, piece = rows[row]
+    if (filled > left).any():
+        row = int((filled > left).argmax())
         raise LayoutError(
-            f"copies bring {filled[row]} elements to the piece {list(piece.box.offset)}+"
-            f"{list(piece.box.shape)} of {slot.tensor.name!r}, which has {wanted[row]}. Plan again."
+            f"copies bring {filled[row]} elements to {_named(rows[row])}, which lacks "
+            f"{left[row]}. Plan again."
         )
+    return left - filled
+
+
+def _named(row: Row) -> str:
+    slot, piece = row
+    return f"the piece {list(piece.box.offset)}+{list(piece.box.shape)} of {slot.tensor.name!r}"
 
 
 def map_sources(rows: Sequence[Row], order: ReadOrder) -> list[torch.Tensor]:

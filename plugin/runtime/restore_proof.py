@@ -47,12 +47,14 @@ class RestoreProof:
     def report(self) -> RankRestored:
         """Return the rank's report, with fingerprints of all its wanted rows."""
         self._hash(self._left)
+        filled = self._filled
         seconds = {
-            "restore": self._began - self._filled.began,
-            "page_fault": self._filled.mapped_s,
+            "move": filled.waited_s,
+            "restore": self._began - filled.began - filled.waited_s,
+            "page_fault": filled.mapped_s,
             "proof": time.monotonic() - self._began,
         }
-        return RankRestored(self._rank, self._round, self._prints, seconds, self._filled.note)
+        return RankRestored(self._rank, self._round, self._prints, seconds, filled.note)
 
     def begin(self, directory: str) -> None:
         """Report in a thread, to the agent of this directory, and let updates wait."""

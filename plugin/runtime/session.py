@@ -43,6 +43,7 @@ from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AtBrink,
+    AwaitPieces,
     AwaitRound,
     Hello,
     Publish,
@@ -877,7 +878,10 @@ class Session:
 
     def _restore(self, wanted: Sequence[Row], source: Source, storage_s: float | None) -> None:
         assert self._link is not None and self._attached is not None
-        filled = fill_state(self._attached.state, wanted, source, self._attached.rings)
+        agent, asked = self._link.agent, AwaitPieces(self.rank, self._link.round)
+        filled = fill_state(
+            self._attached.state, wanted, source, self._attached.rings, lambda: agent.call(asked)
+        )
         if storage_s is not None:  # a part of the restore
             note = f"{filled.note} storage_s={storage_s:.3f}"
             filled = replace(filled, note=note, began=filled.began - storage_s)

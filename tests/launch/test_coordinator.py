@@ -914,6 +914,21 @@ def test_a_watch_ends_with_a_job_whose_coordinator_still_answers(
     assert "exit code 3 (failed): the state is refused" in capsys.readouterr().out
 
 
+def test_a_dry_run_prints_the_order_of_the_change(
+    line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line.join("a").wait_for("start")
+    line.until(lambda: line.phase is Phase.RUNNING, "it runs")
+    answer = line.ask(Scale(1, None, None, dry_run=True))
+    ahead, still, moved, first = answer["schedule"]
+    assert "beside the training" in ahead and still.startswith("standing still:")
+    assert "restored beside the next" in moved and "the proof beside them" in first
+    arguments = argparse.Namespace(json=False, dry_run=True)
+    job_commands._print_answer(answer, arguments)
+    assert f"\n  {still}\n  {moved}\n" in capsys.readouterr().out
+    assert "schedule" not in line.scale(1)
+
+
 @pytest.mark.parametrize("is_possible", [False, True])
 def test_a_request_is_waited_for_until_the_job_trains_so(
     is_possible: bool, line: Line, capsys: pytest.CaptureFixture[str]

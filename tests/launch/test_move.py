@@ -3,7 +3,7 @@
 import _thread
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from scalai.core.errors import MemoryShortError, MismatchError, PeerError, StoreError
+from scalai.core.host.events import PiecesHere, RestorePlanned
 from scalai.core.host.state import Want
-from scalai.core.messages.worker_messages import RankSnapshot
+from scalai.core.messages.worker_messages import RankSnapshot, ReadOrder, Source
 from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.region import Box, Piece, row_major, whole
+from scalai.launch.agent import fetch
 from scalai.launch.agent.data_plane import DataPlaneServer
-from scalai.launch.agent.fetch import Restore, prepare_restore
+from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
-from scalai.runtime.live_files import read_rows
+from scalai.runtime.live_files import elements_of, read_rows
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from support.listed import listed
@@ -59,12 +61,58 @@ def shard(rank: int, degree: int) -> list[Slot]:
     ]
 
 
+def emptied(rank: int, degree: int) -> list[Slot]:
+    """Return the slots of ``shard`` without their values."""
+    slots = shard(rank, degree)
+    for slot in slots:
+        slot.buffer.fill_(-1)
+    return slots
+
+
 def snapshot(store: HostStore, rank: int, degree: int) -> HostManifest:
     rows = held_rows(shard(rank, degree))
     slot = store.reserve({rank: collection_of(rows)})
     part = RankSnapshot(tuple(write_rows(rows, slot.orders[rank])), f"tp{rank}", {"lr": 1}, rank)
     store.seal(slot, step=4, about=ABOUT, parts={rank: part})
     return store.commit(slot, 1)
+
+
+class Handed:
+    """What a fetch hands to the workers of its host, and its result."""
+
+    def __init__(self, until: Callable[[PiecesHere], None]) -> None:
+        self._until = until
+        self.batches: list[PiecesHere] = []
+        self.result = Restore()
+
+    def take(self, event: object) -> None:
+        if isinstance(event, RestorePlanned):
+            self.planned = event
+            return
+        assert isinstance(event, PiecesHere)
+        self.batches.append(event)
+        self._until(event)
+
+    @property
+    def sources(self) -> Mapping[int, Source]:
+        return self.planned.sources
+
+    @property
+    def bytes_local(self) -> int:
+        return self.planned.bytes_local
+
+    @property
+    def bytes_remote(self) -> int:
+        return self.planned.bytes_remote
+
+    @property
+    def grown(self) -> HostManifest | None:
+        return self.result.grown
+
+    def orders(self, rank: int) -> list[ReadOrder]:
+        """Return what a rank reads, in order."""
+        later = [batch.orders[rank] for batch in self.batches if rank in batch.orders]
+        return [self.sources[rank].order, *later]
 
 
 class Hosts:
@@ -78,10 +126,11 @@ class Hosts:
 
     def prepare(
         self, host: str = "c", rank: int = 0, ranks: int = 0, degree: int = 1, **given: Any
-    ) -> Restore:
+    ) -> Handed:
         """Fetch for a host's ranks, from ``rank`` on: the whole state in ``degree`` shards.
 
-        ``ranks``: with the states of so many; ``parts``: known to the coordinator; ``arrived``.
+        ``ranks``: with the states of so many; ``parts``: known to the coordinator; ``arrived``;
+        ``until``: called with each batch.
         """
         addresses = {name: server.address for name, server in self.servers.items()}
         sources = listed(given.get("parts", self.parts), addresses, ranks=ranks)
@@ -91,7 +140,11 @@ class Hosts:
         }
         begin = start(sources=sources, generation=1, group=(host,))
         arrived = given.get("arrived", lambda count: None)
-        return prepare_restore(self.stores[host], begin, wants, TOKEN, arrived)
+        handed = Handed(given.get("until", lambda batch: None))
+        handed.result = prepare_restore(
+            self.stores[host], begin, wants, TOKEN, handed.take, arrived
+        )
+        return handed
 
     def close(self, *names: str) -> None:
         for host in names or self.servers:
@@ -105,13 +158,15 @@ def hosts(open_store: Opener) -> Iterator[Hosts]:
     made.close()
 
 
-def read(restore: Restore, degree: int = 1) -> None:
+def read(handed: Handed, degree: int = 1) -> None:
     """Do what the new workers do, and compare the values."""
     for rank in range(degree):
-        slots, expected = shard(rank, degree), shard(rank, degree)
-        for slot in slots:
-            slot.buffer.zero_()
-        read_rows(wanted_rows(slots), travelled(restore.sources[rank].order))
+        slots, expected = emptied(rank, degree), shard(rank, degree)
+        rows = wanted_rows(slots)
+        left = elements_of(rows)
+        for order in handed.orders(rank):
+            left = read_rows(rows, travelled(order), left=left)
+        assert not left.any()
         for slot, other in zip(slots, expected, strict=True):
             assert torch.equal(slot.buffer, other.buffer)
 
@@ -163,6 +218,132 @@ def test_memory_that_runs_out_in_a_fetch_is_said_and_leaves_nothing(hosts: Hosts
     assert not list(store.directory.glob("fetched-*")) and not store.generations()
 
 
+# ------------------------------------------------------------------ batch after batch
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is a batch of its own, or nearly."""
+    monkeypatch.setattr(fetch, "BATCH_BYTES", 1)
+
+
+class LastBytes:
+    """Holds a fetch of so many bytes at its end until the last ones may come."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.left, self.may_come = size_bytes, threading.Event()
+
+    def arrived(self, count: int) -> None:
+        self.left -= count
+        if self.left <= 0:
+            assert self.may_come.wait(30.0), "no batch was handed out before the last bytes came"
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("degree", [1, 3, 5])
+def test_workers_restore_each_batch_before_the_next_ones_come(hosts: Hosts, degree: int) -> None:
+    """The last bytes are held until a batch that came before them was read."""
+    rows = [wanted_rows(emptied(rank, degree)) for rank in range(degree)]
+    left, mutex = [elements_of(each) for each in rows], threading.Lock()
+    last = LastBytes(int(hosts.parts["b"].collection.size_bytes().sum()) - 4)  # both have "step/w"
+
+    def read_at_once(batch: PiecesHere) -> None:
+        with mutex:
+            for rank, order in batch.orders.items():
+                left[rank] = read_rows(rows[rank], travelled(order), left=left[rank])
+        last.may_come.set()
+
+    handed = hosts.prepare("a", degree=degree, until=read_at_once, arrived=last.arrived)
+    assert last.left == 0 and len(handed.batches) > 1
+    for rank in range(degree):
+        order = handed.sources[rank].order
+        assert not read_rows(rows[rank], travelled(order), left=left[rank]).any()
+        for (slot, _), other in zip(rows[rank], shard(rank, degree), strict=True):
+            assert torch.equal(slot.buffer, other.buffer)
+    kept = hosts.stores["a"].manifest(1)
+    assert handed.grown is not None and handed.grown.digest() == kept.digest()
+    again = hosts.prepare("a", degree=degree, parts={**hosts.parts, "a": kept})
+    assert not again.bytes_remote and not again.batches, "it has kept every batch"
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("degree", [1, 3])
+def test_only_what_has_not_come_is_planned_anew_where_a_source_dies_between_batches(
+    hosts: Hosts, degree: int
+) -> None:
+    def die(batch: PiecesHere) -> None:
+        hosts.close("b")
+
+    came = list[int]()
+    handed = hosts.prepare("a", degree=degree, until=die, arrived=came.append)
+    read(handed, degree)
+    assert len(handed.batches) > 1 and sum(came) >= handed.bytes_remote
+    files = hosts.stores["a"].manifest(1).files
+    assert len(files) == 1 + len(handed.batches), "what had come was kept"
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_batch_that_differs_is_never_handed_out(hosts: Hosts) -> None:
+    """Those before it were; the round ends, and the generation is as it was."""
+    held = hosts.parts["b"].collection
+    names = [held.tensors[number].name for number in held.tensor.tolist()]
+    row = names.index("param/b")
+    for host in ("b", "b2"):
+        part = hosts.parts[host]
+        path = hosts.stores[host].generation_directory(1) / part.files[part.file[row]].name
+        with path.open("r+b") as file:
+            file.seek(int(part.begin[row]))
+            file.write(b"\xff\xff")
+    batches = list[PiecesHere]()
+    before = hosts.stores["a"].manifest(1)
+    with pytest.raises(MismatchError, match="are not what their hosts say"):
+        hosts.prepare("a", until=batches.append)
+    tensor, box = hosts.parts["b"].collection.box(row)
+    for order in (batch.orders[0] for batch in batches):
+        wanted = collection_of(wanted_rows(shard(0, 1)))
+        boxes = zip(wanted.tensor[order.row].tolist(), order.offset.tolist(), strict=True)
+        assert all(
+            (wanted.tensors[number].name, offset[6 - len(box.offset) :])
+            != (tensor.name, list(box.offset))
+            for number, offset in boxes
+        )
+    kept = hosts.stores["a"].forget_unproven(1)
+    assert kept is not None and kept.digest() == before.digest()
+    assert not list(hosts.stores["a"].directory.glob("fetched-*"))
+
+
+def test_a_piece_that_an_older_generation_has_unchanged_does_not_come_again(hosts: Hosts) -> None:
+    """As a replica of a frozen tensor does."""
+    rows, store = held_rows(shard(1, 2)), hosts.stores["c"]
+    slot = store.reserve({1: collection_of(rows)})
+    part = RankSnapshot(tuple(write_rows(rows, slot.orders[1])), "tp1")
+    store.seal(slot, step=3, about=ABOUT, parts={1: part})
+    store.commit(slot, 0)
+    came = list[int]()
+    handed = hosts.prepare("c", degree=2, arrived=came.append)
+    read(handed, 2)
+    theirs = int(hosts.parts["b"].collection.size_bytes().sum())
+    assert sum(came) == handed.bytes_remote - theirs
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_fetch_whose_round_has_ended_is_given_up(hosts: Hosts) -> None:
+    moving = Moving(1)
+    last = LastBytes(4 * sum(int(np.prod(shape)) for shape in SHAPES.values()))
+
+    def arrived(count: int) -> None:
+        last.arrived(count)
+        moving.arrived(count)
+
+    def give_up(batch: PiecesHere) -> None:
+        moving.give_up()
+        last.may_come.set()
+
+    with pytest.raises(StoreError, match="their round has ended"):
+        hosts.prepare(until=give_up, arrived=arrived)
+    assert not list(hosts.stores["c"].directory.glob("fetched-*"))
+
+
 # ------------------------------------------------------------------ who is asked, and who answers
 
 
@@ -191,7 +372,7 @@ def test_a_source_whose_file_is_too_short_is_left_out_and_told(hosts: Hosts) -> 
             os.truncate(path, path.stat().st_size // 2)
         if host == "b":
             restore = hosts.prepare()
-            suspected = restore.suspected
+            suspected = restore.result.suspected
             assert restore.bytes_remote and (suspected is None or suspected.hosts == ("b",))
             hosts.stores["c"].drop(1)
     with pytest.raises(MismatchError, match="2 hosts did not say") as raised:

@@ -259,7 +259,7 @@ def test_no_bytes_are_told_of_behind_what_was_restored(
 
     def fetch(*given: Any) -> Any:
         given[-1](1 << 20)
-        return Restore({}, None, plan_s=0.0, move_s=0.0, bytes_local=0, bytes_remote=1)
+        return Restore()
 
     monkeypatch.setattr(performer_module, "prepare_restore", fetch)
     assert isinstance(made.later(FETCH), events.Done)

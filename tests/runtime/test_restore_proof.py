@@ -36,7 +36,7 @@ class Restored:
         self.agent = WorkerCalls(
             directory, lambda what: what(), lambda *call: self.calls.put(call), lambda *_: None
         )
-        self.proof = RestoreProof(0, 1, self.rows, Filled({}, "a note", 0.0, 0.0))
+        self.proof = RestoreProof(0, 1, self.rows, Filled({}, "a note", 0.0, 0.0, 0.5))
         self.optimizer = torch.optim.SGD([self.weights], lr=1.0)
         self.weights.grad = torch.ones(24)
 
@@ -66,7 +66,8 @@ def restored(tmp_path: Path) -> Iterator[Restored]:
 def test_the_first_update_waits_for_the_whole_jobs_proof(restored: Restored) -> None:
     answer, report = restored.reported()
     assert np.array_equal(report.fingerprints, restored.committed), "also of what passes change"
-    assert report.note == "a note" and report.seconds.keys() == {"restore", "page_fault", "proof"}
+    assert report.note == "a note" and report.seconds["move"] == 0.5
+    assert report.seconds.keys() == {"move", "restore", "page_fault", "proof"}
     update = Beside(restored.optimizer.step)
     update.join(0.2)
     assert update.is_alive() and restored.weights[0] == 0
@@ -90,7 +91,7 @@ def test_a_byte_that_differs_is_seen(tmp_path: Path) -> None:
     for change in (_one_bit_of_weights, _one_bit_of_buffer):
         rank = Restored(tmp_path)
         change(rank)
-        rank.proof = RestoreProof(0, 1, rank.rows, Filled({}, "", 0.0, 0.0))
+        rank.proof = RestoreProof(0, 1, rank.rows, Filled({}, "", 0.0, 0.0, 0.0))
         rank.proof.begin(str(tmp_path))
         answer, report = rank.reported()
         assert (report.fingerprints != rank.committed).sum() == 1

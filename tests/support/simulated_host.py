@@ -25,6 +25,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText, Named
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
+    AwaitPieces,
     AwaitRound,
     BeginSnapshot,
     Hello,
@@ -35,6 +36,7 @@ from scalai.core.messages.worker_messages import (
     RankRestored,
     RankStepped,
     RankWritten,
+    ReadOrder,
     Source,
     Stand,
     WorkerRequest,
@@ -225,7 +227,9 @@ class SimulatedHands:
                 worker.doing = "publish"
             case "publish" if isinstance(value, Source):
                 worker.source = worker.step = value.step
-                worker.doing = "restored"
+                worker.doing = "pieces" if self._host.is_short else "restored"
+            case "pieces":
+                worker.doing = "restored" if value is None else "pieces"
             case "publish":
                 worker.doing = "start"
             case "start" | "stop" | "snapshot":
@@ -306,6 +310,8 @@ class SimulatedHands:
                 return AwaitRound(rank, number)
             case "publish":
                 return Publish(rank, number, True, held, held, f"r{rank}", NONE, False)
+            case "pieces":
+                return AwaitPieces(rank, number)
             case "restored":
                 host.has_spoilt = host.is_spoilt
                 step = (worker.source or 0) + host.is_spoilt
@@ -340,6 +346,8 @@ class SimulatedHost:
         self.number = 0
         self.incarnation = ""
         self.is_silent = self.is_full = self.cannot_start = False
+        self.is_short = False
+        """Its workers wait for what other hosts have."""
         self.damaged: dict[int, dict[str, str]] = {}
         """Tensors of its part of a generation whose files have rotted, or were cut."""
         self.known_damage: dict[int, dict[str, str]] = {}
@@ -463,6 +471,43 @@ class SimulatedHost:
         return any(self.reads.get(it.name) in ("cut", "wrong for the script") for it in held)
 
     def fetch(self, action: actions.FetchWanted) -> Found:
+        """Plan, and hand out what is here; the rest comes later, where something is missing."""
+        start, wants = action.start, action.wants
+        assert start.sources is not None
+        own, given, wanted = self._sides(action)
+        if not wanted.keys() <= given.keys():
+            return events.Failed(action, "a host is gone that holds what is wanted")
+        source = Source(None, start.sources.value.step, 1, NONE, NONE, 2)  # type: ignore[arg-type]
+        round = start.workers.round
+        planned = events.RestorePlanned(round, dict.fromkeys(wants, source), 0.0, 0, 0)
+        self.is_short = not wanted.keys() <= own.keys()
+        if not self.is_short:
+            return [planned, *self.bring(action)]
+        self.work.append(lambda: self.bring(action))
+        return planned
+
+    def bring(self, action: actions.FetchWanted) -> list[Event]:
+        """What is missing comes from whoever has it still."""
+        own, given, wanted = self._sides(action)
+        if not wanted.keys() <= given.keys():
+            return [events.Failed(action, "a host is gone that holds what is wanted")]
+        if not wanted:  # its workers hold nothing
+            return [events.Done(action)]
+        one = next(iter(given.values()))
+        damaged = self.damaged.get(one.generation, {})
+        self.reads = {name: damaged[name] for name in wanted if name in own and name in damaged}
+        made = self.like(one, {**wanted, **own}.values(), one.ranks)
+        self.store[one.generation] = made
+        came = events.PiecesHere(
+            action.start.workers.round, dict.fromkeys(action.wants, ReadOrder.empty())
+        )
+        grown = reports.Grown(summary_bytes(made))
+        return [*([came] if self.is_short else []), grown, events.Done(action)]
+
+    def _sides(
+        self, action: actions.FetchWanted
+    ) -> tuple[dict[str, Tensor], dict[str, HostManifest], dict[str, Tensor]]:
+        """Return tensors that it has, parts that have tensors, and tensors that it wants."""
         start, wants = action.start, action.wants
         assert start.sources is not None
         listed = start.sources.value
@@ -477,18 +522,7 @@ class SimulatedHost:
             if pieces_of(part, known.rows).digest().hex() == known.digest:
                 # What others have that is damaged is found when it comes.
                 given |= dict.fromkeys(own if host is self else host.sound(part.generation), part)
-        if not wanted.keys() <= given.keys():
-            return events.Failed(action, "a host is gone that holds what is wanted")
-        source = Source(None, listed.step, 1, NONE, NONE, 2)  # type: ignore[arg-type]
-        fetched = events.Gathered(dict.fromkeys(wants, source), 0.0, 0.0, 0, 0)
-        if not wanted:  # its workers hold nothing
-            return events.Done(action, fetched)
-        one = next(iter(given.values()))
-        damaged = self.damaged.get(one.generation, {})
-        self.reads = {name: damaged[name] for name in wanted if name in own and name in damaged}
-        made = self.like(one, {**wanted, **own}.values(), one.ranks)
-        self.store[one.generation] = made
-        return [reports.Grown(summary_bytes(made)), events.Done(action, fetched)]
+        return own, given, wanted
 
     def replicate(self, command: commands.Replicate) -> Found:
         """Copy what this host is to keep for others, as far as these give it."""

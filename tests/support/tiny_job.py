@@ -25,6 +25,8 @@ from support.tiny_order import Samples
 
 ROWS, COLUMNS = 12, 5
 MODULUS = 1_000_003
+BALLAST = 4 << 20
+"""Elements of a tensor that never changes: 16 MiB."""
 HELD_S = 120.0
 
 
@@ -75,8 +77,10 @@ class TinyState:
 
     announces_updates = True
 
-    def __init__(self, tp_rank: int, tp: int, dp_rank: int) -> None:
+    def __init__(self, tp_rank: int, tp: int, dp_rank: int, ballast: int = 0) -> None:
         matrix, self.vector = initial()
+        self.low, high = BALLAST * tp_rank // tp, BALLAST * (tp_rank + 1) // tp
+        self.ballast = [torch.full((high - self.low,), float(n)) for n in range(ballast)]
         self.first, rows = ROWS * tp_rank // tp, ROWS * (tp_rank + 1) // tp - ROWS * tp_rank // tp
         self.matrix = matrix[self.first : self.first + rows].contiguous()
         self.steps = torch.zeros((), dtype=torch.int64)
@@ -87,6 +91,10 @@ class TinyState:
             (Tensor("param/matrix", (ROWS, COLUMNS), "I64"), self.matrix, (self.first, 0)),
             (Tensor("param/vector", (COLUMNS,), "I64"), self.vector, (0,)),
             (Tensor("step/matrix", (), "I64"), self.steps, ()),
+            *(
+                (Tensor(f"param/ballast{n}", (BALLAST,), "F32"), buffer, (self.low,))
+                for n, buffer in enumerate(self.ballast)
+            ),
         ]
         return [
             Slot(
@@ -138,6 +146,7 @@ def main() -> None:
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--faults", type=Path, default=Path("/nowhere"), help="what goes wrong")
     parser.add_argument("--draws", action="store_true", help="samples of a blend are drawn")
+    parser.add_argument("--ballast", type=int, default=0, help="tensors of 16 MiB more")
     parser.add_argument("--enough", type=Path, default=Path("/nowhere"), help="ends it")
     options = parser.parse_args()
     with scalai.elastic() as job:
@@ -145,7 +154,7 @@ def main() -> None:
         rank = dist.get_rank()
         job.begin_build()
         hold(options.held)  # what a model would take to build
-        state = TinyState(rank % job.tp, job.tp, rank // job.tp)
+        state = TinyState(rank % job.tp, job.tp, rank // job.tp, options.ballast)
         samples: list[int] = []
         job.register_state("samples", lambda: len(samples), lambda n: samples.extend(range(n)))
         job.attach(state)

@@ -159,8 +159,8 @@ class Seal:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FetchWanted:
-    """Plan the restore of a round's workers and fetch pieces missing here. Result: ``Gathered``, or
-    the report ``Unproven``; ``Moved`` at intervals."""
+    """Plan the restore of a round's workers (``RestorePlanned``) and fetch pieces missing here
+    (``PiecesHere``; ``Moved`` at intervals). Done once all are here; or the report ``Unproven``."""
 
     start: Start
     wants: Mapping[int, Want]

@@ -9,7 +9,7 @@ from scalai.core.host.standby import Standby
 from scalai.core.host.state import Call, SnapshotFiles
 from scalai.core.messages.commands import Command, Commit
 from scalai.core.messages.reports import Report
-from scalai.core.messages.worker_messages import Source, WorkerRequest
+from scalai.core.messages.worker_messages import ReadOrder, Source, WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,26 @@ class TimePassed:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Gathered:
-    """Result of ``FetchWanted``: all pieces are on this host, the source of each rank. Times in
-    seconds."""
+class RestorePlanned:
+    """The restore of a round is planned, in ``plan_s`` seconds: each rank's source, with all that
+    this host holds. ``bytes_remote`` come from other hosts."""
 
+    round: int
     sources: Mapping[int, Source]
     plan_s: float
-    move_s: float
     bytes_local: int
     bytes_remote: int
 
 
-Result = Gathered | SnapshotFiles | Standby | bytes | int | None
+@dataclass(frozen=True, eq=False, slots=True)
+class PiecesHere:
+    """Pieces of other hosts are here and compared: orders to read them, by rank."""
+
+    round: int
+    orders: Mapping[int, ReadOrder]
+
+
+Result = SnapshotFiles | Standby | bytes | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +171,7 @@ class CoordinatorReplaced:
 
 
 Event = (
-    Commanded | Called | WorkerGone | TimePassed | Done | Failed | GroupOver | NothingToCommit
-    | Holds | LeaveAsked | Noticed | NoticeWithdrawn | Expelled | JobLost | CoordinatorReplaced
-    | Report
+    Commanded | Called | WorkerGone | TimePassed | Done | Failed | RestorePlanned | PiecesHere
+    | GroupOver | NothingToCommit | Holds | LeaveAsked | Noticed | NoticeWithdrawn | Expelled
+    | JobLost | CoordinatorReplaced | Report
 )  # fmt: skip

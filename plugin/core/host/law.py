@@ -25,6 +25,7 @@ from scalai.core.host.step import Step
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import (
     AwaitFreeze,
+    AwaitPieces,
     AwaitRound,
     AwaitSlot,
     BeginSnapshot,
@@ -86,6 +87,10 @@ def _on(step: Step, event: events.Event) -> None:
             _done(step, work, result)
         case events.Failed(work, reason):
             _failed(step, work, reason)
+        case events.RestorePlanned():
+            rounds.planned(step, event)
+        case events.PiecesHere():
+            rounds.pieces_here(step, event)
         case events.NothingToCommit(command, found):
             commits.nothing(step, command, found)
         case events.Holds(generations):
@@ -139,8 +144,8 @@ def _done(step: Step, work: Action, result: events.Result) -> None:
         case actions.Seal(), bytes(manifest):
             snapshots.sealed(step, work, manifest)
             emergency.go_on(step, work.round)
-        case actions.FetchWanted(start), events.Gathered():
-            rounds.fetched(step, start.workers.round, result)
+        case actions.FetchWanted(start), None:
+            rounds.all_here(step, start.workers.round)
         case actions.Rejoin(), None:
             _rejoined(step)
         case _:
@@ -306,6 +311,8 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             rounds.await_round(step, call, request)
         case Publish():
             rounds.publish(step, call, request)
+        case AwaitPieces():
+            rounds.await_pieces(step, call, request)
         case AwaitSlot():
             snapshots.await_slot(step, call, request)
         case BeginSnapshot():

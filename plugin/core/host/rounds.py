@@ -8,14 +8,25 @@ import numpy as np
 from scalai.core.errors import ProofError
 from scalai.core.host import actions, proof_step, snapshots
 from scalai.core.host.actions import Level
-from scalai.core.host.events import Gathered, GroupOver
+from scalai.core.host.events import GroupOver, PiecesHere, RestorePlanned
 from scalai.core.host.standby import Standby
-from scalai.core.host.state import Call, Finish, Group, Models, RankModel, Round, Steps, Want
+from scalai.core.host.state import (
+    Call,
+    Finish,
+    Group,
+    Models,
+    RankModel,
+    RestoredRanks,
+    Round,
+    Steps,
+    Want,
+)
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
 from scalai.core.messages import commands, reports
 from scalai.core.messages.worker_messages import (
     AtBrink,
+    AwaitPieces,
     AwaitRound,
     Publish,
     RankFinished,
@@ -296,21 +307,56 @@ def _begin_restore(step: Step) -> None:
     snapshots.reserve(step)
 
 
-def fetched(step: Step, number: int, found: Gathered) -> None:
-    """Answer the workers: all pieces are on this host."""
-    if not step.is_present(number):
+def planned(step: Step, found: RestorePlanned) -> None:
+    """Answer the workers: they restore what this host holds, while the rest comes."""
+    if not step.is_present(found.round):
         return
     current = step.present()
     step.change_round(
         restore=replace(
             current.restore,
-            seconds={**current.restore.seconds, "plan": found.plan_s, "move": found.move_s},
+            seconds={**current.restore.seconds, "plan": found.plan_s},
             bytes_local=found.bytes_local,
             bytes_remote=found.bytes_remote,
         )
     )
     for rank, model in current.models.published.items():
         step.answer(model.call, found.sources[rank])
+
+
+def pieces_here(step: Step, found: PiecesHere) -> None:
+    """Give the workers orders to read arrived pieces."""
+    if not step.is_present(found.round):
+        return
+    restore = step.present().restore
+    orders = {rank: (*restore.orders.get(rank, ()), order) for rank, order in found.orders.items()}
+    _give_pieces(step, replace(restore, orders={**restore.orders, **orders}))
+
+
+def await_pieces(step: Step, call: Call, request: AwaitPieces) -> None:
+    """Have a worker wait for pieces of other hosts."""
+    restore = step.present().restore
+    _give_pieces(step, replace(restore, waiting={**restore.waiting, request.rank: call}))
+
+
+def all_here(step: Step, number: int) -> None:
+    """Tell the workers that no more pieces come."""
+    if step.is_present(number):
+        _give_pieces(step, replace(step.present().restore, has_all=True))
+        _tell_restored(step)
+
+
+def _give_pieces(step: Step, restore: RestoredRanks) -> None:
+    orders, waiting = dict(restore.orders), dict[int, Call]()
+    for rank, call in sorted(restore.waiting.items()):
+        first, *later = orders.pop(rank, ()) or (None,)
+        if first is None and not restore.has_all:
+            waiting[rank] = call
+            continue
+        step.answer(call, first)
+        if later:
+            orders[rank] = tuple(later)
+    step.change_round(restore=replace(restore, orders=orders, waiting=waiting))
 
 
 def restored(step: Step, call: Call, report: RankRestored) -> None:
@@ -324,7 +370,14 @@ def restored(step: Step, call: Call, report: RankRestored) -> None:
         seconds=snapshots.longest(current.restore.seconds, report.seconds),
     )
     step.change_round(restore=restore)
-    if not current.is_complete(restore.ranks):
+    _tell_restored(step)
+
+
+def _tell_restored(step: Step) -> None:
+    """Report the restore once: all workers have restored, and what came is in the store."""
+    current = step.present()
+    restore = current.restore
+    if not (restore.has_all and current.is_complete(restore.ranks)):
         return
     ranks = sorted(restore.ranks)
     wanted = concatenate([current.models.published[rank].want.pieces for rank in ranks])

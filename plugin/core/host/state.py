@@ -19,6 +19,7 @@ from scalai.core.messages.worker_messages import (
     BeginSnapshot,
     RankRestored,
     RankSnapshot,
+    ReadOrder,
     Samples,
     WriteOrder,
 )
@@ -86,8 +87,18 @@ class Models:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RestoredRanks:
-    """A restore of a round: reports and pending calls of restored ``ranks``; times in seconds."""
+    """A restore of a round; times in seconds.
 
+    Attributes:
+        orders: Orders to read arrived pieces, not yet given, by rank.
+        waiting: Calls of ranks that wait for such pieces.
+        has_all: All pieces are on this host.
+        ranks: Reports and pending calls of restored ranks.
+    """
+
+    orders: Mapping[int, tuple[ReadOrder, ...]] = field(default_factory=dict)
+    waiting: Mapping[int, Call] = field(default_factory=dict)
+    has_all: bool = False
     ranks: Mapping[int, tuple[RankRestored, Call]] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_local: int = 0

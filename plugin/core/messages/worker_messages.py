@@ -16,7 +16,7 @@ from scalai.core.degrees.passes import Offload
 from scalai.core.job.function_proof import Numbers
 from scalai.core.jsonable import Json
 from scalai.core.messages.shared import JsonText, Request
-from scalai.core.tensors.collection import Collection, Columns
+from scalai.core.tensors.collection import MAX_NDIM, Collection, Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,12 @@ class ReadOrder:
 
     def __len__(self) -> int:
         return len(self.row)
+
+    @staticmethod
+    def empty() -> "ReadOrder":
+        """Return an order without copies."""
+        none, boxes = np.zeros(0, np.int64), np.zeros((0, MAX_NDIM), np.int64)
+        return ReadOrder((), none, boxes, boxes, none, none, boxes, boxes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +148,11 @@ class Hello(Request[Welcome]):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Source:
-    """State for a worker to restore: bytes of files (``order``), and their context.
+    """State for a worker to restore, and its context.
 
     Attributes:
+        order: Copies of what this host holds. Other hosts' pieces are asked for (``AwaitPieces``)
+            while wanted elements are missing.
         scalars: Scalars of all ranks.
         rank_state: State by this rank's coordinate, or empty.
         lost: Steps done before and contained in no generation.
@@ -166,7 +174,7 @@ class Publish(Request[Source | None]):
     restore; ``coordinate``: place of its own state; ``brink``: its memory where its script can stop
     on standby; None: nowhere.
 
-    Answered once all needed bytes are on this host; None: the workers begin from their built state.
+    Answered once the restore is planned; None: the workers begin from their built state.
     """
 
     rank: int
@@ -182,6 +190,15 @@ class Publish(Request[Source | None]):
     def __post_init__(self) -> None:
         self.held.check()
         self.wanted.check()
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPieces(Request[ReadOrder | None]):
+    """This rank has restored all that it was told of. Answered once further pieces of other hosts
+    are here; None: there are no more."""
+
+    rank: int
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +368,7 @@ class RankUnhooked(Request[None]):
 
 
 WorkerRequest = (
-    Hello | AwaitRound | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankUnwritten
-    | RankRestored | RankStepped | RankFinished | RankRefused | RankUnhooked | AwaitFreeze
-    | RankFrozen | RankFailed
+    Hello | AwaitRound | Publish | AwaitPieces | AwaitSlot | BeginSnapshot | Stand | RankWritten
+    | RankUnwritten | RankRestored | RankStepped | RankFinished | RankRefused | RankUnhooked
+    | AwaitFreeze | RankFrozen | RankFailed
 )  # fmt: skip

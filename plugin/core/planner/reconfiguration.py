@@ -13,9 +13,12 @@ from scalai.core.planner.overlaps import Overlap, by_place, joined, overlaps_of,
 from scalai.core.planner.step_time import DEFAULT, Coefficients
 from scalai.core.tensors.boxes import expand
 from scalai.core.tensors.collection import Columns
+from scalai.core.tensors.plan import BATCHES, batches_of
 
 PHASES = ("quiesce", "snapshot", "relaunch", "move", "restore")
-"""Parts of the pause, in order."""
+"""Parts of the pause, in order; a restore begins with the move (``beside_s``)."""
+STILL = ("quiesce", "drain", "snapshot", "commit", "relaunch", "plan")
+"""Phases, predicted or reported, of the standstill before the move."""
 DATA_PLANE = 0.61e9
 """Bytes/s into or out of a host, sealed: a loopback connection on two cores (docs/security.md)."""
 RELAUNCH_S = 79.0
@@ -50,6 +53,7 @@ class Reconfiguration:
         moves: Bytes to another host.
         missing: Bytes on no remaining host; they come from an older state.
         seconds: Seconds by ``PHASES``.
+        beside_s: Of the restore, seconds beside the move.
     """
 
     before: Layout | None
@@ -61,11 +65,12 @@ class Reconfiguration:
     moves: int
     missing: int
     seconds: Mapping[str, float]
+    beside_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Seconds without a step."""
-        return sum(self.seconds.values())
+        return sum(self.seconds.values()) - self.beside_s
 
     @property
     def needed(self) -> int:
@@ -177,7 +182,49 @@ def cost_of(
         "restore": wanted / rates.host_copy,
     }
     on_device = _on_device(overlaps, _devices(old, number, gone), _devices(new, number, set()))
-    return Reconfiguration(before, after, names, matrix, stays, on_device, moves, missing, seconds)
+    # All but the last batch of a host is restored while later ones come.
+    early = 1 - 1 / batches_of(int(crossing.sum(axis=0).max()))
+    beside_s = early * min(seconds["move"], seconds["restore"])
+    return Reconfiguration(
+        before, after, names, matrix, stays, on_device, moves, missing, seconds, beside_s
+    )
+
+
+def schedule(
+    cost: Reconfiguration | None, measured: Mapping[str, float] | None = None, *, is_ahead: bool
+) -> tuple[str, ...]:
+    """Return the order of a change, a line each.
+
+    Args:
+        cost: Its bytes and predicted seconds; None: unknown.
+        measured: Seconds by phase of a change of this job, as reported; instead of predictions.
+        is_ahead: The next workers may be built beside the training.
+    """
+    known = measured or (cost.seconds if cost else {})
+
+    def phases(*names: str) -> str:
+        return ", ".join(f"{name} {known[name]:.3g} s" for name in names if known.get(name))
+
+    ahead = "beside the training: the next workers start and build, or come up to the brink"
+    late = "with the next workers' start and build" if not is_ahead else ""
+    still = " ".join(filter(None, ("standing still:", phases(*STILL), late)))
+    moved = "then the move, and each batch restored beside the next"
+    if cost is not None and cost.moves:
+        moved = (
+            f"then {cost.moves / 1e9:.3g} GB cross in at most {BATCHES} batches a host, each "
+            "restored beside the next"
+        )
+    elif cost is not None:
+        moved = "then the restore; nothing crosses"
+    took = phases("move", "restore")
+    first = phases("proof", "first_step")
+    return (
+        *([ahead] if is_ahead else []),
+        still,
+        f"{moved}: {took}" if took else moved,
+        "then the first forward and backward passes, the proof beside them; the first update waits "
+        "for it" + f": {first}" * bool(first),
+    )
 
 
 def _checked(layout: Layout, hosts: Hosts) -> Hosts:

@@ -26,6 +26,14 @@ __all__ = ["Copies", "Fetches", "Holder", "Plan", "Planner", "plan"]
 
 NAMED = 5
 """Tensors and boxes named in an error."""
+BATCHES, BATCH_BYTES = 16, 16 << 20
+"""Most batches of a host's fetches at a restore, and least bytes of one: workers restore a batch
+while the next ones come. Each costs a file and a manifest."""
+
+
+def batches_of(size_bytes: int, least_bytes: int = BATCH_BYTES) -> int:
+    """Return the number of batches of so many bytes to fetch."""
+    return max(1, min(BATCHES, size_bytes // least_bytes))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

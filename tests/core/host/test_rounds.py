@@ -8,10 +8,11 @@ from scalai.core.host.events import (
     CoordinatorReplaced,
     Expelled,
     Failed,
-    Gathered,
     JobLost,
     LeaveAsked,
     NothingToCommit,
+    PiecesHere,
+    RestorePlanned,
 )
 from scalai.core.host.rounds import ENDED
 from scalai.core.host.standby import Standby
@@ -19,6 +20,7 @@ from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
 from scalai.core.messages.worker_messages import (
     AtBrink,
+    AwaitPieces,
     AwaitRound,
     BeginSnapshot,
     Hello,
@@ -28,6 +30,7 @@ from scalai.core.messages.worker_messages import (
     RankRestored,
     RankStepped,
     RankUnhooked,
+    ReadOrder,
     Source,
 )
 from support.law_host import LawHost
@@ -48,9 +51,16 @@ def restoring(host: LawHost) -> list[int]:
 
 def fetch(host: LawHost) -> dict[int, Source]:
     """All wanted pieces are there; return the source of each rank."""
+    found = hand(host)
+    host.succeed(actions.FetchWanted)
+    return found
+
+
+def hand(host: LawHost) -> dict[int, Source]:
+    """What is here is handed to the workers; return the source of each rank."""
     source: Source = object()  # type: ignore[assignment]  # the law does not look into it
     found = {0: source, 1: source}
-    host.succeed(actions.FetchWanted, Gathered(found, 0.1, 0.2, 3, 4))
+    host.feed(RestorePlanned(1, found, 0.1, 3, 4))
     return found
 
 
@@ -79,12 +89,76 @@ def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     waits = [host.ask(RankRestored(r, 1, PRINTS, {"restore": 1.0 + r}, "note")) for r in (1, 0)]
     (restored,) = host.told(reports.Restored)
     assert len(restored.rows) == 1 + len(HELD[0]), "what both have counts once"
-    assert dict(restored.seconds) == {"plan": 0.1, "move": 0.2, "restore": 2.0}
+    assert dict(restored.seconds) == {"plan": 0.1, "restore": 2.0}
     assert (restored.bytes_local, restored.bytes_remote) == (3, 4)
     assert not set(waits) & set(host.answers())
     host.obey(commands.Proceed(1))
     assert set(waits) <= set(host.answers())
     assert host.all(actions.TrustFetched) == [actions.TrustFetched(4)]
+
+
+def pieces(host: LawHost, *ranks: int) -> list[ReadOrder]:
+    """A batch for these ranks is here; return the order of each."""
+    orders = {rank: ReadOrder.empty() for rank in ranks}
+    host.feed(PiecesHere(1, orders))
+    return [orders[rank] for rank in ranks]
+
+
+def test_workers_restore_what_is_here_while_the_rest_comes() -> None:
+    host = LawHost()
+    calls = restoring(host)
+    hand(host)
+    assert set(calls) <= set(host.answers()), "they need not wait for other hosts"
+    (early,) = pieces(host, 1)
+    waits = [host.ask(AwaitPieces(rank, 1)) for rank in (0, 1)]
+    assert waits[0] not in host.answers() and host.answers()[waits[1]] is early
+    late = pieces(host, 0, 1)
+    assert host.answers()[waits[0]] is late[0]
+    last = pieces(host, 1)
+    again = [host.ask(AwaitPieces(1, 1)) for _ in range(3)]
+    assert [host.answers().get(call) for call in again[:2]] == [late[1], last[0]]
+    assert again[2] not in host.answers()
+    host.succeed(actions.FetchWanted)
+    assert host.answers()[again[2]] is None, "no more come"
+
+
+def test_a_restore_is_told_of_once_all_that_came_is_in_the_store() -> None:
+    """A worker may have restored the last batch before the fetch says that it was the last."""
+    host = LawHost()
+    restoring(host)
+    hand(host)
+    for rank in (0, 1):
+        host.ask(RankRestored(rank, 1, PRINTS, {"move": 0.5 + rank}, ""))
+    assert not host.told(reports.Restored)
+    host.feed(reports.Grown(b"grown"))
+    host.succeed(actions.FetchWanted)
+    assert host.reported()[-2:] == ["grown", "restored"]
+    assert host.told(reports.Restored)[0].seconds["move"] == 1.5, "the longest wait"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("is_proof", [False, True])
+def test_workers_that_wait_for_pieces_that_do_not_come_end_with_their_round(
+    is_proof: bool,
+) -> None:
+    host = LawHost()
+    restoring(host)
+    hand(host)
+    pieces(host, 0)
+    waits = [host.ask(AwaitPieces(1, 1))]
+    if is_proof:
+        host.feed(reports.Unproven(1, "2 pieces differ"))
+        assert host.failure() is None, "the coordinator decides"
+    else:
+        host.fail(actions.FetchWanted, "b is gone")
+        assert "b is gone" in str(host.failure())
+    assert not set(waits) & set(host.answers())
+    host.obey(commands.Stop(1, False))
+    waits.append(host.ask(AwaitPieces(0, 1)))
+    host.end()
+    assert {host.refused()[call] for call in waits} == {ENDED}
+    pieces(host, 0, 1)
+    assert not set(waits) & set(host.answers()), "what still comes is nobody's"
 
 
 def test_replicas_of_one_host_that_differ_are_reported_and_nobody_trains() -> None:

@@ -21,11 +21,12 @@ from scalai.core.planner.reconfiguration import (
     Rates,
     Reconfiguration,
     reconfiguration,
+    schedule,
     spread,
 )
 from scalai.core.tensors.collection import Collection
 from scalai.core.tensors.dtypes import ITEM_BYTES
-from scalai.core.tensors.plan import Holder, Plan, plan
+from scalai.core.tensors.plan import BATCH_BYTES, Holder, Plan, plan
 from support.model_shapes import gpt
 from support.state_by_rank import Ranks, common_bytes, holders, wanters, worlds
 
@@ -195,7 +196,31 @@ def test_seconds_are_of_the_busiest_and_of_what_was_measured() -> None:
     assert found.seconds["relaunch"] == 3.0 and found.seconds["quiesce"] == 2.0
     assert found.seconds["move"] == found.moves / 1e2
     assert found.seconds["restore"] == found.needed / 2 / 1e3
-    assert found.total_s == sum(found.seconds.values())
+    assert found.total_s == sum(found.seconds.values()), "it is one batch"
+
+
+def test_all_but_the_last_batch_is_restored_beside_the_move() -> None:
+    large = Workload(gpt(8, 1024, 16, 5000, 64), 48)
+    found = reconfiguration(large, H100, layout(1, 1, 8), layout(1, 1, 16))
+    shorter = min(found.seconds["move"], found.seconds["restore"])
+    assert found.moves > 16 * BATCH_BYTES and found.beside_s == pytest.approx(15 / 16 * shorter)
+    assert found.total_s == sum(found.seconds.values()) - found.beside_s
+
+
+def test_a_schedule_says_what_runs_beside_what_and_how_long_it_took_last() -> None:
+    found = change(layout(1, 1, 8, sharding=0), layout(1, 1, 16, sharding=0), relaunch_s=3.0)
+    ahead, still, moved, first = schedule(found, is_ahead=True)
+    assert ahead.startswith("beside the training: ")
+    assert still.startswith("standing still: snapshot ") and still.endswith("relaunch 3 s")
+    assert "cross in at most 16 batches a host" in moved and "move" in moved and "restore" in moved
+    assert "the first update waits" in first
+    last = {"build": 4.0, "drain": 0.1, "relaunch": 0.25, "restore": 0.5, "first_step": 0.7}
+    still, moved, first = schedule(None, last, is_ahead=False)
+    assert still.startswith("standing still: drain 0.1 s, relaunch 0.25 s with the next workers'")
+    assert moved.endswith("restored beside the next: restore 0.5 s")
+    assert first.endswith(": first_step 0.7 s")
+    nothing = change(layout(2, 2, 2), layout(1, 1, 7))
+    assert "nothing crosses" in schedule(nothing, is_ahead=True)[2]
 
 
 @pytest.mark.parametrize(
