@@ -31,6 +31,7 @@ from scalai.converters.checkpoint import (
     CheckpointTarget,
     FilePiece,
     WriteOptions,
+    parameters_of,
     place,
 )
 from scalai.converters.megatron.beside_tensors import TRACKER, with_degrees
@@ -46,6 +47,7 @@ from scalai.converters.megatron.modules import (
     gated,
     group_of,
     has_extra_state,
+    has_latent,
     in_order,
     layer_of,
     parts,
@@ -271,8 +273,9 @@ def _is_here(name: str, layers: range, experts: range, *, is_first: bool, is_las
 def naming_of(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: list[str]) -> Naming:
     """Return how the target's ranks call their modules: as its arguments say, else the source."""
     extra, given = source.values.extra, arguments or {}
+    is_latent = has_latent(parameters_of(source))
     if "is_local" in extra:
-        return Naming(bool(extra["is_local"]), bool(extra["is_grouped"]))
+        return Naming(bool(extra["is_local"]), bool(extra["is_grouped"]), is_latent)
     if "transformer_impl" not in given:
         notes.append("modules are named as those of --transformer-impl transformer_engine")
     is_local = given.get("transformer_impl", "transformer_engine") == "local"
@@ -282,7 +285,7 @@ def naming_of(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: li
             "the experts of --moe-grouped-gemm with --transformer-impl local are one transposed "
             "tensor for all, which is not written. Use --to torch_dist."
         )
-    return Naming(is_local, is_grouped)
+    return Naming(is_local, is_grouped, is_latent)
 
 
 @dataclass(frozen=True, slots=True)
