@@ -64,7 +64,10 @@ def described_config(source: Checkpoint, mapping: NameMapping) -> tuple[dict[str
         wrong = [str(error)]
     if wrong:
         return {}, [f"config.json is not written: {'; '.join(wrong)}"]
-    return config, [f"config.json is of {mapping.classes[fitting[0]]}, by Megatron's arguments"]
+    return config, [
+        f"config.json is of {config['architectures'][0]}, by Megatron's arguments, which have no "
+        "bos_token_id and eos_token_id"
+    ]
 
 
 def _fits(kind: str, arguments: Arguments) -> bool:

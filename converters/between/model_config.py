@@ -234,7 +234,7 @@ def _rotary(config: Config, shaped: Mapping[str, Any], found: dict[str, Any]) ->
     found["rotary_interleaved"] = False
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if shaped.get("multi_latent_attention"):
-        yield from _latent_rotary(whole, kind, scaling, found)
+        yield from _latent_rotary(whole, str(kind), scaling, found)
     elif kind == "linear":
         factor = float(scaling["factor"])
         found["rotary_seq_len_interpolation_factor"] = int(factor)

@@ -488,7 +488,9 @@ class _Writer:
                     "the source has no Megatron arguments: give all model flags when loading"
                 )
             return None
-        self._notes.append("Megatron's arguments are those of --args-from")
+        self._notes.append(
+            "Megatron's arguments are of --args-from, else by the tensors and config.json"
+        )
         return {**reference.arguments, **values.counters, "iteration": values.step}
 
     def _trained(self) -> dict[str, None]:

@@ -122,7 +122,9 @@ class LegacyJob:
         arguments = values.arguments
         if arguments is None and reference is not None and reference.arguments is not None:
             arguments = {**reference.arguments, **values.counters, "iteration": values.step}
-            notes.append("Megatron's arguments are those of --args-from")
+            notes.append(
+                "Megatron's arguments are of --args-from, else by the tensors and config.json"
+            )
         elif arguments is None:
             notes.append("the source has no Megatron arguments: give all model flags when loading")
         note = padding_note(source, tensors, degrees, reference)

@@ -244,7 +244,7 @@ def test_heads_that_are_unknown_or_do_not_fit_are_named() -> None:
 
 def test_a_mapping_of_another_model_and_a_wrong_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"none of that name among \['gemma', 'gpt', .*'qwen3', .*\]"
+        UsageError, match=r"none of that name among \['deepseek_v2', .*'gpt', .*'qwen3', .*\]"
     ):
         find_mapping("bert")
     path = tmp_path / "names.toml"

@@ -89,6 +89,10 @@ class Case:
 
     @property
     def tolerance(self) -> float:
+        if "is_latent" in self.model and "tp" in {**self.before, **self.after}:
+            # Megatron's own modules do not add up the gradients of the positions' keys over
+            # tensor-parallel ranks: the first loss is equal, the next ones to 1e-5.
+            return 3e-5
         return {"bf16": BF16, "fp16": FP16}.get(self.model.get("precision", ""), FP32)
 
 

@@ -37,6 +37,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from scalai.launch import cli  # noqa: E402
+from support.training import latent_core  # noqa: E402
+
+latent_core.install()
 
 T: Any = transformers
 ALIKE = {
@@ -50,7 +53,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
     **ALIKE, **EXPERTS, "num_hidden_layers": 4, "intermediate_size": 72, "kv_lora_rank": 12,
     "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "first_k_dense_replace": 1,
-    "n_routed_experts": 8, "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
 }  # fmt: skip
 """DeepSeek's sizes, all different."""
 
@@ -80,7 +83,7 @@ MODELS: dict[str, tuple[str, Any]] = {
         **_rope(1e4, "yarn", factor=4.0, original_max_position_embeddings=4096))),
     "deepseek_v3": ("deepseek_v3", T.DeepseekV3Config(
         **LATENT, q_lora_rank=20, n_shared_experts=1, n_group=4, topk_group=1,
-        routed_scaling_factor=2.5,
+        routed_scaling_factor=1.25,
         **_rope(1e4, "yarn", factor=40.0, mscale=0.9, mscale_all_dim=0.8,
                 original_max_position_embeddings=4096, beta_fast=32, beta_slow=1))),
     "gemma": ("gemma", T.GemmaConfig(**TIED, head_dim=16)),

@@ -1,8 +1,8 @@
 """A training with FSDP2 of a model with Llama's names, by whatever torch runs this file.
 
-``python fsdp_by_torch.py save DIRECTORY FORM WORLD`` trains three steps and saves them by
-``torch.distributed.checkpoint``; ``load`` loads into other weights and trains two steps more.
-Both print the losses, and fingerprints of all that was saved or loaded.
+``python fsdp_by_torch.py save FORM WORLD DIRECTORY`` trains three steps and saves them by
+``torch.distributed.checkpoint``; ``load FORM WORLD DIRECTORY...`` loads each into other weights and
+trains two steps more. Both print losses and fingerprints of all that was saved or loaded.
 """
 
 import hashlib
@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 
-WORDS, HIDDEN, FFN, LAYERS = 14, 6, 10, 2
+WORDS, HIDDEN, FFN, LAYERS, STEPS = 14, 6, 10, 2, 3
 
 
 def _linears(rows: int, columns: int, *names: str) -> dict[str, nn.Module]:
@@ -96,18 +97,18 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
     return losses
 
 
-def _tree(form: str, weights: Any, states: Any, step: int) -> dict[str, Any]:
+def _tree(form: str, weights: Any, states: Any) -> dict[str, Any]:
     """Return what is saved: nested as the tutorials do it, or flat as torchtitan does."""
     if form == "flat":
-        train_state = {"step": torch.tensor(step)}
-        return {**weights, "optimizer": states, "train_state": train_state}
-    return {"app": {"model": weights, "optim": states}, "step": step}
+        return {**weights, "optimizer": states}
+    return {"app": {"model": weights, "optim": states}}
 
 
 def _fingerprints(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return those of the whole tensors, and the other values: called by all ranks."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, states = get_state_dict(model, optimizer, options=options)
+    whole: Any = get_state_dict(model, optimizer, options=options)
+    weights, states = whole
     found = {name: _hash(value) for name, value in weights.items()}
     for name, state in states.get("state", {}).items():
         found |= {f"{name}/{kind}": _hash(value) for kind, value in state.items()}
@@ -122,35 +123,43 @@ def _hash(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
-def run(rank: int, verb: str, directory: str, form: str, world: int, place: str) -> None:
+def _save(form: str, world: int, directory: str) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    model, optimizer = _built(7, world)
+    losses = _train(model, optimizer, range(STEPS))
+    content = _tree(form, *get_state_dict(model, optimizer, options=options))
+    # What the trainings themselves keep beside both.
+    step = {"train_state": {"step": torch.tensor(STEPS)}} if form == "flat" else {"step": STEPS}
+    dcp.save({**content, **step}, checkpoint_id=directory)
+    return {"losses": losses, "whole": _fingerprints(model, optimizer)}
+
+
+def _load(form: str, world: int, directory: str) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    model, optimizer = _built(8, world)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.load(_tree(form, weights, states), checkpoint_id=directory)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options
+    )
+    whole = _fingerprints(model, optimizer)
+    return {"losses": _train(model, optimizer, range(STEPS, STEPS + 2)), "whole": whole}
+
+
+def run(rank: int, verb: str, form: str, world: int, place: str, *directories: str) -> None:
     store = dist.FileStore(f"{place}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-    model, optimizer = _built(7 if verb == "save" else 8, world)
-    if verb == "save":
-        losses = _train(model, optimizer, range(3))
-        content = _tree(form, *get_state_dict(model, optimizer, options=options), step=3)
-        dcp.save(content, checkpoint_id=directory)
-        whole = _fingerprints(model, optimizer)
-    else:
-        weights, states = get_state_dict(model, optimizer, options=options)
-        content = _tree(form, weights, states, step=0)
-        dcp.load(content, checkpoint_id=directory)
-        set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options
-        )
-        step = int(content["train_state"]["step"] if form == "flat" else content["step"])
-        whole = _fingerprints(model, optimizer)
-        losses = _train(model, optimizer, range(step, step + 2))
+    each = _save if verb == "save" else _load
+    found = [{"torch": torch.__version__, **each(form, world, path)} for path in directories]
     if rank == 0:
-        content = {"torch": torch.__version__, "losses": losses, "whole": whole}
-        Path(place, "found.json").write_text(json.dumps(content))
+        Path(place, "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    verb, directory, form, world = sys.argv[1:]
+    verb, form, world, *directories = sys.argv[1:]
     with tempfile.TemporaryDirectory() as place:
-        torch.multiprocessing.spawn(run, (verb, directory, form, int(world), place), int(world))
+        given = (verb, form, int(world), place, *directories)
+        spawn(run, given, int(world))
         print(Path(place, "found.json").read_text())

@@ -50,11 +50,12 @@ from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron.bare_step import SKIPPED, BareStep, NormInDouble
 from scalai.patches.megatron.megatron_state import MegatronState
 from scalai.patches.megatron.shapes import unwrap
-from support.training import fused_adam
+from support.training import fused_adam, latent_core
 from support.training.jobs import AFTER, SEED, Job
 from support.training.tiny_muon import muon_optimizer
 from support.training.tiny_t5 import translate, translator
 
+latent_core.install()
 torch.set_num_threads(1)
 
 ONE_BUCKET, SEVERAL_BUCKETS = 10**9, 2000
