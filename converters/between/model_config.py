@@ -332,10 +332,13 @@ def _latent_experts(
     first, frequency = config["first_k_dense_replace"], config.get("moe_layer_freq", 1)
     layers = [int(layer >= first) for layer in range(shaped["num_layers"])]
     if frequency != 1 or shaped["moe_layer_freq"] not in (layers, *([1] * all(layers))):
-        yield f"experts from layer {first} on, in every {frequency}th, and other layers have them"
+        yield (
+            f"first_k_dense_replace {first} and moe_layer_freq {frequency}, while layers "
+            f"{shaped['moe_layer_freq']} have experts"
+        )
     width = shaped["moe_shared_expert_intermediate_size"]
     if not shared or shared * config["moe_intermediate_size"] != width:
-        yield f"n_shared_experts {shared} of {config['moe_intermediate_size']}, and has {width}"
+        yield f"n_shared_experts {shared}, whose tensors are of {width}"
     methods = ("noaux_tc",) if is_third else ("greedy", "group_limited_greedy")
     if config["scoring_func"] != ("sigmoid" if is_third else "softmax"):
         yield f"scoring_func {config['scoring_func']!r}"
@@ -355,7 +358,7 @@ def _latent_experts(
     factor = float(config.get("routed_scaling_factor") or 1.0)
     found |= {
         "moe_router_topk": chosen,
-        "moe_router_pre_softmax": not is_third,
+        **({} if is_third else {"moe_router_pre_softmax": True}),  # sigmoids need none
         "moe_router_score_function": config["scoring_func"],
         "moe_router_enable_expert_bias": is_third,
         "moe_router_topk_scaling_factor": None if factor == 1 else factor,

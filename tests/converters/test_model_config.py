@@ -178,8 +178,8 @@ SECOND = {**DEEPSEEK, "norm_topk_prob": False, "topk_method": "greedy", "q_lora_
         ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "sum of their best 2, in Megatron of 1"),
         ("deepseek_v3", {"norm_topk_prob": False}, "num_experts_per_tok 2 and norm_topk_prob"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ("deepseek_v3", {"n_shared_experts": 2}, "n_shared_experts 2 of 10, and has 10"),
-        ("deepseek_v3", {"first_k_dense_replace": 2}, "experts from layer 2 on"),
+        ("deepseek_v3", {"n_shared_experts": 2}, "n_shared_experts 2, whose tensors are of 10"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace 2"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
         (
             "deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},

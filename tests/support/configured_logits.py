@@ -125,7 +125,8 @@ def built(a: argparse.Namespace) -> Any:
     is_gemma = getattr(a, "apply_layernorm_1p", False)
     experts = {} if not a.num_experts else {
         "num_moe_experts": a.num_experts, "moe_ffn_hidden_size": a.moe_ffn_hidden_size,
-        "moe_router_topk": a.moe_router_topk, "moe_router_pre_softmax": a.moe_router_pre_softmax,
+        "moe_router_topk": a.moe_router_topk,
+        "moe_router_pre_softmax": getattr(a, "moe_router_pre_softmax", False),
         "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
         "moe_shared_expert_intermediate_size": a.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": a.moe_shared_expert_gate, "moe_layer_freq": a.moe_layer_freq,
