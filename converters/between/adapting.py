@@ -249,7 +249,7 @@ def _as_configured(source: Checkpoint, request: TargetRequest) -> Checkpoint:
             arguments of another one.
     """
     reference = request.reference
-    shaped = shape_arguments(parameters_of(source), None)
+    shaped = shape_arguments(parameters_of(source), heads_of(source).heads)
     config = source.values.extra[CONFIG]
     said, notes = config_arguments(config, shaped, source.directory)
     known = {} if reference is None or reference.checkpoint is None else reference.arguments

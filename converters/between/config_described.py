@@ -10,17 +10,22 @@ from typing import Any
 
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.megatron_described import shape_arguments
-from scalai.converters.between.model_config import FLAGS, config_arguments, contradictions
+from scalai.converters.between.model_config import (
+    FLAGS,
+    LATENT_CLASSES,
+    config_arguments,
+    contradictions,
+)
 from scalai.converters.checkpoint import Checkpoint, parameters_of
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import TORCH_NAMES
 
 Arguments = Mapping[str, Any]
 
-_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe"}
+_WITH_QUERY_NORMS = {"qwen3", "qwen3_moe", *LATENT_CLASSES}
 _WITH_BIASES = {"qwen2", "qwen2_moe"}
 """Classes with biases of queries, keys and values alone."""
-_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe"}
+_WITH_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", *LATENT_CLASSES}
 _WITH_ALL_BIASES = {"gpt2", "gpt_neox", "llama"}
 _DEFAULTS: Arguments = {
     **FLAGS, "rotary_base": 10000, "rotary_percent": 1.0, "attention_dropout": 0.1,
@@ -59,7 +64,10 @@ def described_config(source: Checkpoint, mapping: NameMapping) -> tuple[dict[str
         wrong = [str(error)]
     if wrong:
         return {}, [f"config.json is not written: {'; '.join(wrong)}"]
-    return config, [f"config.json is of {mapping.classes[fitting[0]]}, by Megatron's arguments"]
+    return config, [
+        f"config.json is of {config['architectures'][0]}, by Megatron's arguments, which have no "
+        "bos_token_id and eos_token_id"
+    ]
 
 
 def _fits(kind: str, arguments: Arguments) -> bool:
@@ -72,6 +80,7 @@ def _fits(kind: str, arguments: Arguments) -> bool:
         and (not has_all or kind in _WITH_ALL_BIASES)
         and bool(arguments.get("num_experts")) == (kind in _WITH_EXPERTS)
         and (kind == "qwen2_moe") == bool(arguments.get("moe_shared_expert_gate"))
+        and (kind in LATENT_CLASSES) == bool(arguments.get("multi_latent_attention"))
     )
 
 
@@ -110,6 +119,8 @@ def _config(kind: str, a: Arguments, source: Checkpoint) -> dict[str, Any]:
             **config, "use_parallel_residual": False, "layer_norm_eps": a["norm_epsilon"],
             "hidden_act": _gelu(a), "hidden_dropout": a["hidden_dropout"],
         }  # fmt: skip
+    if kind in LATENT_CLASSES:
+        return {**config, **_latent(kind, a)}
     config |= {
         "num_key_value_heads": a["num_query_groups"],
         "head_dim": a["kv_channels"],
@@ -121,6 +132,35 @@ def _config(kind: str, a: Arguments, source: Checkpoint) -> dict[str, Any]:
     if kind == "llama":
         config["mlp_bias"] = a["add_bias_linear"]
     return {**config, **_experts(kind, a)} if a.get("num_experts") else config
+
+
+def _latent(kind: str, a: Arguments) -> dict[str, Any]:
+    pattern, width = a["moe_layer_freq"], a["moe_ffn_hidden_size"]
+    found = {
+        "num_key_value_heads": a["num_attention_heads"],
+        "hidden_act": "silu",
+        "rms_norm_eps": a["norm_epsilon"],
+        "q_lora_rank": a["q_lora_rank"],
+        "kv_lora_rank": a["kv_lora_rank"],
+        "qk_nope_head_dim": a["qk_head_dim"],
+        "qk_rope_head_dim": a["qk_pos_emb_head_dim"],
+        "v_head_dim": a["v_head_dim"],
+        "n_routed_experts": a["num_experts"],
+        "num_experts_per_tok": a["moe_router_topk"],
+        "moe_intermediate_size": width,
+        "n_shared_experts": (a["moe_shared_expert_intermediate_size"] or 0) // width,
+        "first_k_dense_replace": 0 if pattern == 1 else [*pattern, 1].index(1),
+        "routed_scaling_factor": float(a.get("moe_router_topk_scaling_factor") or 1.0),
+        "norm_topk_prob": kind == "deepseek_v3" and a["moe_router_topk"] > 1,
+    }
+    groups, of_groups = a["moe_router_num_groups"], a["moe_router_group_topk"]
+    if kind == "deepseek_v3":
+        return {
+            **found, "n_group": groups or 1, "topk_group": of_groups or 1, "rope_interleave": True,
+            "num_nextn_predict_layers": 0,
+        }  # fmt: skip
+    method = "group_limited_greedy" if groups else "greedy"
+    return {**found, "topk_method": method, "n_group": groups, "topk_group": of_groups}
 
 
 def _experts(kind: str, a: Arguments) -> dict[str, Any]:
@@ -148,6 +188,8 @@ def _rope(arguments: Arguments) -> dict[str, Any]:
     found = {"rope_type": "default", "rope_theta": float(arguments["rotary_base"])}
     if arguments["rotary_percent"] != 1.0:
         found["partial_rotary_factor"] = arguments["rotary_percent"]
+    if arguments.get("multi_latent_attention"):
+        return found if arguments["rope_type"] == "rope" else {**found, **_yarn(arguments)}
     factor = arguments["rotary_seq_len_interpolation_factor"]
     if factor not in (None, 1):
         return {**found, "rope_type": "linear", "factor": float(factor)}
@@ -158,3 +200,11 @@ def _rope(arguments: Arguments) -> dict[str, Any]:
             "original_max_position_embeddings": 8192,
         }  # fmt: skip
     return found
+
+
+def _yarn(arguments: Arguments) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn", "factor": float(arguments["rotary_scaling_factor"]),
+        "mscale": arguments["mscale"], "mscale_all_dim": arguments["mscale_all_dim"],
+        "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
+    }  # fmt: skip

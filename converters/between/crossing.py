@@ -383,6 +383,8 @@ _KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metada
 _COMPARED = (
     "num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings",
     "num_experts", "moe_ffn_hidden_size", "swiglu", "untie_embeddings_and_output_weights",
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim",
 )  # fmt: skip
 """Arguments to compare with the tensors' shapes."""
 

@@ -21,9 +21,10 @@
 half each), or absent: the same tensor under another name. ``theirs`` of a fused tensor has a name
 per part, or one name for the parts one above the other. ``transposed = true``: theirs has rows and
 columns exchanged. ``optional = true``: models without it are whole. ``routed``: our name in a layer
-with a router, unless its modules are Megatron's own (``--transformer-impl local``). ``{layer}`` and
-other words in braces stand for numbers. The rules have the order of their module's parameters, the
-same as an optimizer's with all of them (``in_order``).
+with a router, unless its modules are Megatron's own (``--transformer-impl local``). ``local``: our
+name in a layer of Megatron's own modules. ``{layer}`` and other words in braces stand for numbers.
+The rules have the order of their module's parameters, the same as an optimizer's with all of them
+(``in_order``).
 
 Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
 mlp.py (0.16.1); GPT-2's, GPT-NeoX' and Llama's modules in transformers.
@@ -82,6 +83,7 @@ class NameRule:
     is_transposed: bool = False
     is_optional: bool = False
     routed: str = ""
+    local: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,8 @@ class NameMapping:
         links: dict[str, list[Link]] = {}
         for ours, (rule, at) in made.items() if not unfit else ():
             is_routed = not is_local and rule.routed and _ROUTER.format(**at) in made
-            name = rule.routed.format(**at) if is_routed else ours
+            other = rule.local if is_local else rule.routed if is_routed else ""
+            name = other.format(**at) or ours
             for link in self._fused(rule, at, name, shapes, heads):
                 links.setdefault(stored[link.theirs], []).append(link.turned())
         return links, unfit
@@ -267,7 +270,7 @@ class NameMapping:
 
     def _of_ours(self, name: str) -> tuple[NameRule, Numbers] | None:
         for rule in self.rules:
-            for pattern in filter(None, (rule.ours, rule.routed)):
+            for pattern in filter(None, (rule.ours, rule.routed, rule.local)):
                 if match := _pattern(pattern).fullmatch(name):
                     return rule, match.groupdict()
         return None
@@ -320,7 +323,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 _KEYS = {"extends", "prefix", "ignored", "attention", "tied", "classes", "arguments", "tensor"}
-_RULE_KEYS = {"ours", "theirs", "fused", "transposed", "optional", "routed"}
+_RULE_KEYS = {"ours", "theirs", "fused", "transposed", "optional", "routed", "local"}
 
 
 def find_mapping(text: str, kind: str = "names") -> Path:
@@ -403,9 +406,9 @@ def _rule(entry: Mapping[str, Any], path: Path) -> NameRule:
     ):
         raise UsageError(
             f"{path}: {dict(entry)} is no rule. Give ours, theirs (one name; or 3 with fused = "
-            '"qkv", 2 with "gate_up"), fused, transposed, optional and routed.'
+            '"qkv", 2 with "gate_up"), fused, transposed, optional, routed and local.'
         )
     return NameRule(
         entry["ours"], names, fused, bool(entry.get("transposed", False)),
-        bool(entry.get("optional", False)), entry.get("routed", ""),
+        bool(entry.get("optional", False)), entry.get("routed", ""), entry.get("local", ""),
     )  # fmt: skip

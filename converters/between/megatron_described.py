@@ -19,6 +19,8 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.dtypes import TORCH_NAMES
 
 POSITIONS = "embedding.position_embeddings.weight"
+LATENT = "self_attention.linear_kv_down_proj.weight"
+_LATENT_NORMS = ("linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight")
 
 OPTIMIZER_DEFAULTS: Mapping[str, Any] = {
     "lr": None, "min_lr": 0.0, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999,
@@ -71,12 +73,16 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
         "params_dtype": foreign("torch", TORCH_NAMES[dtype]),
         "num_experts": len(experts) or None,
     }
+    is_latent = _of_layer(shapes, LATENT, 0) is not None
+    if is_latent:
+        found |= _latent(shapes, heads)
     if experts:
         found |= _expert_arguments(shapes, sorted(layers))
     if is_learned:
         found["max_position_embeddings"] = shapes[POSITIONS][0]
     if heads is not None:
-        found |= {"num_attention_heads": heads, **_groups(shapes, hidden, heads)}
+        found["num_attention_heads"] = heads
+        found |= {} if is_latent else _groups(shapes, hidden, heads)
     return found
 
 
@@ -129,6 +135,47 @@ def _groups(shapes: Mapping[str, Shape], hidden: int, heads: int) -> dict[str, A
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
     }
+
+
+def _latent(shapes: Mapping[str, Shape], heads: int | None) -> dict[str, Any]:
+    """Return the sizes of latent attention (MLA)."""
+
+    def size(module: str, axis: int) -> int:
+        found = _of_layer(shapes, f"self_attention.{module}.weight", axis)
+        if found is None:
+            raise RefusedError(f"there is {LATENT}, and no {module}.weight of latent attention.")
+        return found
+
+    rank = size("linear_kv_up_proj", 1)
+    is_plain = _of_layer(shapes, "linear_q_proj.weight", 0) is not None
+    queries = "linear_q_proj" if is_plain else "linear_q_up_proj"
+    positions = size("linear_kv_down_proj", 0) - rank
+    found: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": None if is_plain else size(queries, 1),
+        "kv_lora_rank": rank,
+        "qk_pos_emb_head_dim": positions,
+        "qk_layernorm": any(name.endswith(_LATENT_NORMS) for name in shapes),
+    }
+    if heads is None:
+        return found
+    of_query, of_value = size(queries, 0) // heads, size("linear_proj", 1) // heads
+    content = of_query - positions
+    if (
+        (heads * of_query, heads * of_value) != (size(queries, 0), size("linear_proj", 1))
+        or min(rank, positions, content, of_value) < 1
+        or size("linear_kv_up_proj", 0) != heads * (content + of_value)
+    ):
+        raise RefusedError(
+            f"the rows of {queries}, linear_kv_down_proj and linear_kv_up_proj are not those of "
+            f"{heads} heads: correct num_attention_heads under [megatron]."
+        )
+    return {
+        **found, "qk_head_dim": content, "v_head_dim": of_value, "group_query_attention": False,
+        "num_query_groups": heads,
+        # Of Megatron's own attention; Transformer Engine's is told both.
+        "kv_channels": of_value,
+    }  # fmt: skip
 
 
 def whole_arguments(

@@ -24,6 +24,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.consistency import copy_differences
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.model_limits import Heads, argument_heads
+from scalai.converters.megatron.modules import numbered_layer
 from scalai.converters.opening import short_layers
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
@@ -105,10 +106,11 @@ def _translated(
     is_theirs: bool,
 ) -> tuple[Checkpoint, Links]:
     shapes, unneeded = _shapes(source), _unneeded(source, mapping)
-    if source.values.framework == "" and is_theirs:
-        _check_counts(source, mapping, shapes)
+    predicting = _predicting(source, shapes)
     ignored = {name for name in shapes if mapping.is_ignored(name) or name in unneeded}
-    wanted = {name: shape for name, shape in shapes.items() if name not in ignored}
+    wanted = {n: shape for n, shape in shapes.items() if n not in ignored and n not in predicting}
+    if source.values.framework == "" and is_theirs:
+        _check_counts(source, mapping, wanted)
     links, unfit = link(wanted, heads_of(source).or_else(heads or Heads()))
     missing = dict.fromkeys((*unfit.missing, *short_layers(wanted)))
     if unfit.nameless or missing:
@@ -125,8 +127,10 @@ def _translated(
             "model copy the mapping file and add rules, or names under ignored for what may be "
             "left out."
         )
-    links.update((name, []) for name in ignored)
+    links.update((name, []) for name in (*ignored, *predicting))
     notes = [f"{LEFT_OUT}{name}, which {mapping.where} has no use for" for name in sorted(ignored)]
+    if predicting:
+        notes.append(f"{LEFT_OUT}layers for further tokens (MTP): {_folded(predicting)}")
     if source.recorded is not None:
         notes.append("fingerprints of the source are not of these tensors: scalai verify it first")
     placed = _renamed(source.placed, links, shapes)
@@ -156,6 +160,16 @@ def _unneeded(source: Checkpoint, mapping: NameMapping) -> set[str]:
         _check_copies(source, tied)
         found.update(tied)
     return found
+
+
+def _predicting(source: Checkpoint, names: Iterable[str]) -> list[str]:
+    """Return tensors of the layers behind the decoder's, which no class of Hugging Face loads."""
+    config = _config(source)
+    count, more = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if not isinstance(count, int) or not isinstance(more, int):
+        return []
+    behind = range(count, count + more)
+    return sorted(name for name in names if numbered_layer(name) in behind)
 
 
 def _config(source: Checkpoint) -> Mapping[str, Any]:
@@ -197,7 +211,8 @@ def _check_counts(source: Checkpoint, mapping: NameMapping, shapes: Mapping[str,
             f"{source.directory} has {len(numbers)} layers, and config.json says {count} (missing: "
             f"{missing or 'none'}). It is not whole, or of another model: copy it again."
         )
-    experts = config.get("num_experts", config.get("num_local_experts"))
+    kinds = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[name] for name in kinds if name in config), None)
     for layer, found in mapping.numbers(shapes, "expert").items():
         if found != set(range(len(found))) or experts not in (None, len(found)):
             raise RefusedError(

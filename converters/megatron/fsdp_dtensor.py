@@ -298,10 +298,7 @@ class _Reader:
                 "same names in this format. Save at pp=1."
             )
         names = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2]
-        return Naming(
-            is_local=any(".input_layernorm.weight" in name for name in names),
-            is_grouped=any(re.search(r"\.experts\.linear_fc1\.weight\d", name) for name in names),
-        )
+        return Naming.of_rank(names)
 
     def _pieces(self, kind: str, parts: Sequence[_Part]) -> Iterator[FilePiece]:
         """Yield the pieces of a tensor: of one key, or of a gate and an up projection."""
@@ -491,7 +488,9 @@ class _Writer:
                     "the source has no Megatron arguments: give all model flags when loading"
                 )
             return None
-        self._notes.append("Megatron's arguments are those of --args-from")
+        self._notes.append(
+            "Megatron's arguments are of --args-from, else by the tensors and config.json"
+        )
         return {**reference.arguments, **values.counters, "iteration": values.step}
 
     def _trained(self) -> dict[str, None]:

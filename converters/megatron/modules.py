@@ -20,7 +20,7 @@ main in August 2026, which agree.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -38,6 +38,7 @@ PREDICTED = "mtp."
 
 _AXES = (
     (re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight$"), 0),
+    (re.compile(r"self_attention\.linear_(q|q_up|kv_up)_proj\.weight$"), 0),
     (re.compile(r"(output_layer|linear_qkv|linear_fc1)\.bias$"), 0),
     (re.compile(r"(linear_proj|linear_fc2)\.weight$"), 1),
 )
@@ -113,7 +114,9 @@ _NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-"""Norms of a layer of Megatron's own modules, and their global names."""
+"""Norms of a layer of Megatron's own modules, and their global names; with latent attention (MLA)
+these are the same."""
+_LATENT = ".self_attention.linear_kv_down_proj."
 
 _REPLICATED = re.compile(
     r"(layernorm|layer_norm|norm)[._](weight|bias)$|position_embeddings\.weight$|router\.\w+$"
@@ -129,17 +132,30 @@ class Naming:
     Attributes:
         is_local: The layers are made of Megatron's own modules, not of Transformer Engine's.
         is_grouped: The experts of a layer are one module of Transformer Engine's.
+        is_latent: The layers have latent attention (MLA).
     """
 
     is_local: bool
     is_grouped: bool = False
+    is_latent: bool = False
+
+    @classmethod
+    def of_rank(cls, names: Collection[str]) -> "Naming":
+        """Return the naming of a rank with these names."""
+        is_latent = has_latent(names)
+        norm = ".kv_layernorm.weight" if is_latent else ".input_layernorm.weight"
+        return cls(
+            is_local=any(norm in name for name in names),
+            is_grouped=any(re.search(r"\.experts\.linear_fc1\.weight\d", name) for name in names),
+            is_latent=is_latent,
+        )
 
     def to_global(self, name: str, first_layer: int, first_expert: int) -> str:
         name = re.sub(r"\.local_experts\.(\d+)\.", r".experts.\1.", name)
         name = re.sub(r"\.experts\.(linear_fc\d)\.(\D+)(\d+)$", r".experts.experts.\3.\1.\2", name)
         name = _shift(name, r"\.experts\.experts\.(\d+)\.", first_expert)
         name = _shift(name, r"\.layers\.(\d+)\.", first_layer)
-        for mine, theirs in _NORMS if self.is_local else ():
+        for mine, theirs in _NORMS if self.is_local and not self.is_latent else ():
             name = re.sub(rf"({_LAYER}){re.escape(mine)}", rf"\g<1>{theirs}", name)
         return name
 
@@ -151,9 +167,14 @@ class Naming:
         if self.is_grouped:
             pattern, repl = r"\.experts\.experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".experts.\2.\3\1"
         name = re.sub(pattern, repl, name)
-        for mine, theirs in _NORMS if self.is_local else ():
+        for mine, theirs in _NORMS if self.is_local and not self.is_latent else ():
             name = re.sub(rf"({_LAYER}){re.escape(theirs)}", rf"\g<1>{mine}", name)
         return name
+
+
+def has_latent(names: Iterable[str]) -> bool:
+    """Tell whether these are names of a model with latent attention (MLA)."""
+    return any(_LATENT in name for name in names)
 
 
 def _shift(name: str, pattern: str, by: int) -> str:

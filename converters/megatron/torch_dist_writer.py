@@ -209,7 +209,7 @@ def common_of(
     arguments = values.arguments
     if arguments is None and reference is not None and reference.arguments is not None:
         arguments = {**reference.arguments, **values.counters, "iteration": values.step}
-        notes.append("Megatron's arguments are those of --args-from")
+        notes.append("Megatron's arguments are of --args-from, else by the tensors and config.json")
     if arguments is not None:
         common["args"] = argparse.Namespace(**with_degrees(arguments, degrees))
     elif RUN not in values.extra:

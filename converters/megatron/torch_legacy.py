@@ -177,10 +177,7 @@ class _LegacyReader:
                 "place among the optimizer's parameters is not known here. Save it in Megatron "
                 "with --ckpt-format torch_dist."
             )
-        return Naming(
-            is_local=any(".input_layernorm.weight" in name for name in names),
-            is_grouped=any(re.search(r"\.experts\.linear_fc1\.weight0$", name) for name in names),
-        )
+        return Naming.of_rank(names)
 
     def _first_layers(self) -> Mapping[tuple[int, int], int]:
         """Return the first layer of each (stage, chunk), counted over the ranks."""

@@ -31,6 +31,7 @@ from scalai.converters.checkpoint import (
     CheckpointTarget,
     FilePiece,
     WriteOptions,
+    parameters_of,
     place,
 )
 from scalai.converters.megatron.beside_tensors import TRACKER, with_degrees
@@ -46,6 +47,7 @@ from scalai.converters.megatron.modules import (
     gated,
     group_of,
     has_extra_state,
+    has_latent,
     in_order,
     layer_of,
     parts,
@@ -120,7 +122,9 @@ class LegacyJob:
         arguments = values.arguments
         if arguments is None and reference is not None and reference.arguments is not None:
             arguments = {**reference.arguments, **values.counters, "iteration": values.step}
-            notes.append("Megatron's arguments are those of --args-from")
+            notes.append(
+                "Megatron's arguments are of --args-from, else by the tensors and config.json"
+            )
         elif arguments is None:
             notes.append("the source has no Megatron arguments: give all model flags when loading")
         note = padding_note(source, tensors, degrees, reference)
@@ -271,8 +275,9 @@ def _is_here(name: str, layers: range, experts: range, *, is_first: bool, is_las
 def naming_of(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: list[str]) -> Naming:
     """Return how the target's ranks call their modules: as its arguments say, else the source."""
     extra, given = source.values.extra, arguments or {}
+    is_latent = has_latent(parameters_of(source))
     if "is_local" in extra:
-        return Naming(bool(extra["is_local"]), bool(extra["is_grouped"]))
+        return Naming(bool(extra["is_local"]), bool(extra["is_grouped"]), is_latent)
     if "transformer_impl" not in given:
         notes.append("modules are named as those of --transformer-impl transformer_engine")
     is_local = given.get("transformer_impl", "transformer_engine") == "local"
@@ -282,7 +287,7 @@ def naming_of(source: Checkpoint, arguments: Mapping[str, Any] | None, notes: li
             "the experts of --moe-grouped-gemm with --transformer-impl local are one transposed "
             "tensor for all, which is not written. Use --to torch_dist."
         )
-    return Naming(is_local, is_grouped)
+    return Naming(is_local, is_grouped, is_latent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,9 @@ def test_megatron_and_the_class_compute_the_same_with_experts(tmp_path: Path) ->
 @pytest.mark.timeout(600)
 def test_megatron_and_all_classes_compute_the_same(tmp_path: Path) -> None:
     """With other norms' epsilons, bases, scaled and partial rotary positions, GELU by tanh, wide
-    heads, norms of queries and keys, tied heads, experts in some layers, scaled embeddings, and
-    torchtitan's names."""
-    assert len(_check_logits(tmp_path)) == 13
+    heads, norms of queries and keys, tied heads, experts in some layers, scaled embeddings, latent
+    attention on one and two ranks, and torchtitan's names."""
+    assert len(_check_logits(tmp_path)) == 16
 
 
 def _check_logits(folder: Path, *names: str) -> dict[str, list[float]]:

@@ -1,5 +1,6 @@
 """States and weights go to Hugging Face's names and come back, by the shipped mapping files."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +12,25 @@ from scalai.converters import safetensors_index
 from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping import find_mapping, read_mapping
 from scalai.converters.between.translation import in_our_names, in_their_names, is_in_our_names
-from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.checkpoint import CONFIG, Checkpoint
 from scalai.converters.describe import read_tensor
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.model_limits import Heads
 from scalai.converters.recorded import fingerprints
 from scalai.core.errors import RefusedError, UsageError
 from support.checkpoints import carry, state, write
-from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama, routed
+from support.gpt_shapes import (
+    FFN,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    WIDTH,
+    Shapes,
+    gpt,
+    latent,
+    llama,
+    routed,
+)
 
 MODELS = [
     pytest.param("gpt", gpt(), Heads(HEADS), id="gpt"),
@@ -30,6 +42,8 @@ MODELS = [
     pytest.param("qwen2_moe", routed(is_shared=True), Heads(HEADS, GROUPS), id="shared"),
     pytest.param("qwen3_moe", routed(dense=[1]), Heads(HEADS, GROUPS), id="some-dense"),
     pytest.param("gemma", llama(is_tied=True), Heads(HEADS, GROUPS), id="gemma"),
+    pytest.param("deepseek_v2", latent(is_third=False, rank=None), Heads(HEADS), id="latent"),
+    pytest.param("deepseek_v3", latent(), Heads(HEADS), id="latent-queries"),
 ]
 
 
@@ -150,9 +164,13 @@ def test_all_that_does_not_fit_is_named_at_once() -> None:
         assert name in missing, name
 
 
-def test_norms_before_experts_are_named_as_the_targets_modules_name_them() -> None:
-    mapping, heads = read_mapping(find_mapping("mixtral")), Heads(HEADS, GROUPS)
-    of_te, of_megatron = (state(shapes=routed(is_local=is_local)) for is_local in (False, True))
+@pytest.mark.parametrize(("name", "shapes"), [("mixtral", routed), ("deepseek_v3", latent)])
+def test_norms_are_named_as_the_targets_modules_name_them(
+    name: str, shapes: Callable[..., Shapes]
+) -> None:
+    heads = Heads(HEADS, GROUPS)
+    mapping = read_mapping(find_mapping(name))
+    of_te, of_megatron = (state(shapes=shapes(is_local=is_local)) for is_local in (False, True))
     theirs, _ = in_their_names(of_te, mapping, heads)
     again, _ = in_their_names(of_megatron, mapping, heads)
     assert fingerprints(again, 1) == fingerprints(theirs, 1)
@@ -171,6 +189,23 @@ def test_a_missing_expert_is_missed_and_one_of_the_parts_too() -> None:
     one = renamed(whole, "layers.1.mlp.experts.2.up_proj", "layers.1.mlp.experts.2.u_proj")
     with pytest.raises(RefusedError, match=r"are missing: model\.layers\.1\..*2\.up_proj\.weight"):
         in_our_names(one, mapping, heads)
+
+
+def test_layers_for_further_tokens_are_left_out_and_said() -> None:
+    mapping, heads = read_mapping(find_mapping("deepseek_v3")), Heads(HEADS)
+    source = state(shapes=latent())
+    theirs, _ = in_their_names(source, mapping, heads)
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "n_routed_experts": 4}
+    values = replace(theirs.values, framework="", extra={CONFIG: config})
+    whole = renamed(replace(theirs, values=values), "layers.2.input_layernorm", "layers.2.enorm")
+    back, _ = in_our_names(whole, mapping, heads)
+    left = [note for note in back.notes if "further tokens" in note]
+    assert len(left) == 1 and "model.layers.2.enorm.weight" in left[0]
+    layers = {name.split(".layers.")[1][0] for name in fingerprints(back, 1) if ".layers." in name}
+    assert layers == {"0", "1"}
+    other = replace(values, extra={CONFIG: {**config, "num_nextn_predict_layers": 0}})
+    with pytest.raises(RefusedError, match=r"has 3 layers, and config\.json says 2"):
+        in_our_names(replace(whole, values=other), mapping, heads)
 
 
 def test_tensors_that_suppose_other_arguments_are_refused(of_llama: Checkpoint) -> None:
@@ -209,7 +244,7 @@ def test_heads_that_are_unknown_or_do_not_fit_are_named() -> None:
 
 def test_a_mapping_of_another_model_and_a_wrong_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"none of that name among \['gemma', 'gpt', .*'qwen3', .*\]"
+        UsageError, match=r"none of that name among \['deepseek_v2', .*'gpt', .*'qwen3', .*\]"
     ):
         find_mapping("bert")
     path = tmp_path / "names.toml"

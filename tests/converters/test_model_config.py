@@ -20,7 +20,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor
 from support.checkpoints import state
 from support.command import Capsys, run
-from support.gpt_shapes import FFN, GROUPS, HEADS, WIDTH, Shapes, gpt, llama, routed
+from support.gpt_shapes import FFN, GROUPS, HEADS, WIDTH, Shapes, gpt, latent, llama, routed
 
 pytestmark = pytest.mark.fault
 
@@ -150,6 +150,65 @@ def test_arguments_that_no_entry_asks_for_make_another_model(
     assert [name in line for line in found] == [True] * (not is_same)
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+    "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+DEEPSEEK = {
+    "num_experts_per_tok": 2, "moe_intermediate_size": FFN, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "n_routed_experts": 4,
+    "kv_lora_rank": 6, "qk_nope_head_dim": WIDTH, "qk_rope_head_dim": 2, "v_head_dim": 7,
+}  # fmt: skip
+THIRD = {
+    **DEEPSEEK, "norm_topk_prob": True, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
+    "routed_scaling_factor": 2.5, "rope_parameters": YARN,
+}  # fmt: skip
+SECOND = {**DEEPSEEK, "norm_topk_prob": False, "topk_method": "greedy", "q_lora_rank": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "words"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "norms of the attention have 1e-06"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "beta_fast": 1}}, "beta_fast 1"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "without mscale"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate False"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, "'linear'"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "sum of their best 2, in Megatron of 1"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "num_experts_per_tok 2 and norm_topk_prob"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("deepseek_v3", {"n_shared_experts": 2}, "n_shared_experts 2, whose tensors are of 10"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace 2"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        (
+            "deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+            "sum of their best 1, in Megatron of 2",
+        ),
+    ],
+)  # fmt: skip
+def test_a_deepseek_that_megatron_does_not_compute_is_refused(
+    kind: str, config: dict[str, Any], words: str
+) -> None:
+    is_third = kind == "deepseek_v3"
+    source = state(shapes=latent(is_third=is_third, rank=8 if is_third else None))
+    shaped = shape_arguments(parameters_of(source), HEADS)
+    whole = {"model_type": kind, **(THIRD if is_third else SECOND)}
+    assert config_arguments(whole, shaped, Path("hf"))[0]["moe_router_topk"] == 2
+    with pytest.raises(RefusedError, match=words):
+        config_arguments({**whole, **config}, shaped, Path("hf"))
+
+
+def test_factors_of_the_softmax_are_compared() -> None:
+    shaped = shape_arguments(parameters_of(state(shapes=latent())), HEADS)
+    said = arguments({"model_type": "deepseek_v3", **THIRD, "rope_parameters": {
+        **YARN, "mscale": None, "mscale_all_dim": None}}, shaped)  # fmt: skip
+    known = whole_arguments(shaped, said, 0, 0)
+    assert not list(contradictions(said, {**known, "rope_type": None}))  # yarn by default
+    (line,) = contradictions(said, {**known, "mscale_all_dim": 1.0})
+    assert "mscale_all_dim is 1.0" in line
+
+
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": FFN, "norm_topk_prob": True}
 
 
@@ -168,6 +227,8 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": FFN, "norm_topk_pr
          {**EXPERTS, "num_experts": 3, "shared_expert_intermediate_size": FFN}),
         ("qwen3_moe", with_query_norms(routed(dense=[1])), {**EXPERTS, "mlp_only_layers": [1]}),
         ("gemma", llama(is_tied=True), {"hidden_act": "gelu_pytorch_tanh"}),
+        ("deepseek_v2", latent(is_third=False, rank=None), SECOND),
+        ("deepseek_v3", latent(), THIRD),
         ("gpt2", gpt(), {"activation_function": "gelu_new", "n_positions": 7}),
         ("gpt_neox", gpt(positions=False), {"use_parallel_residual": False, "hidden_act": "gelu"}),
     ],

@@ -9,6 +9,8 @@ the class that the written ``config.json`` names loads them.
 import argparse
 import json
 import math
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,21 @@ import transformers  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import (  # noqa: E402
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from scalai.launch import cli  # noqa: E402
+from support.training import latent_core  # noqa: E402
+
+latent_core.install()
 
 T: Any = transformers
 ALIKE = {
@@ -39,6 +50,12 @@ LLAMA = {**ALIKE, "intermediate_size": 72, "num_key_value_heads": 2, "rms_norm_e
 NEOX = {**ALIKE, "intermediate_size": 128, "use_parallel_residual": False, "layer_norm_eps": 1e-3}
 TIED = {**LLAMA, "tie_word_embeddings": True}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    **ALIKE, **EXPERTS, "num_hidden_layers": 4, "intermediate_size": 72, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
+}  # fmt: skip
+"""DeepSeek's sizes, all different."""
 
 
 def _rope(base: float, kind: str = "default", **more: Any) -> Any:
@@ -57,13 +74,26 @@ MODELS: dict[str, tuple[str, Any]] = {
         **LLAMA, **EXPERTS, num_experts=4, shared_expert_intermediate_size=40)),
     "qwen3_moe": ("qwen3_moe", T.Qwen3MoeConfig(
         **TIED, **EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1])),
+    "deepseek_v2": ("deepseek_v2", T.DeepseekV2Config(
+        **LATENT, q_lora_rank=None, n_shared_experts=2, topk_method="greedy",
+        routed_scaling_factor=1.0, **_rope(500.0))),
+    "deepseek_v2_groups": ("deepseek_v2", T.DeepseekV2Config(
+        **LATENT, q_lora_rank=20, n_shared_experts=1, topk_method="group_limited_greedy",
+        n_group=4, topk_group=2, routed_scaling_factor=1.5,
+        **_rope(1e4, "yarn", factor=4.0, original_max_position_embeddings=4096))),
+    "deepseek_v3": ("deepseek_v3", T.DeepseekV3Config(
+        **LATENT, q_lora_rank=20, n_shared_experts=1, n_group=4, topk_group=1,
+        routed_scaling_factor=1.25,
+        **_rope(1e4, "yarn", factor=40.0, mscale=0.9, mscale_all_dim=0.8,
+                original_max_position_embeddings=4096, beta_fast=32, beta_slow=1))),
     "gemma": ("gemma", T.GemmaConfig(**TIED, head_dim=16)),
     "partial": ("gpt_neox", T.GPTNeoXConfig(**NEOX, rotary_pct=0.25, rotary_emb_base=100)),
     "tanh": ("gpt", T.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16,
         attn_implementation="eager")),
 }  # fmt: skip
-SIZES = {"mixtral": ["--ep", "2"], "qwen2_moe": ["--ep", "2"], "qwen3_moe": ["--ep", "4"]}
+SIZES = {name: ["--ep", "4" if name == "qwen3_moe" else "2"] for name in MODELS if "deepseek" in
+         name or name in ("mixtral", "qwen2_moe", "qwen3_moe")}  # fmt: skip
 
 
 def reshard(source: Path, target: Path, *flags: str) -> None:
@@ -83,6 +113,9 @@ def randomized(model: Any, seed: int) -> Any:
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.15
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.copy_(torch.randn_like(buffer) * 0.15)
     return model.eval()
 
 
@@ -92,12 +125,26 @@ def built(a: argparse.Namespace) -> Any:
     is_gemma = getattr(a, "apply_layernorm_1p", False)
     experts = {} if not a.num_experts else {
         "num_moe_experts": a.num_experts, "moe_ffn_hidden_size": a.moe_ffn_hidden_size,
-        "moe_router_topk": a.moe_router_topk, "moe_router_pre_softmax": a.moe_router_pre_softmax,
+        "moe_router_topk": a.moe_router_topk,
+        "moe_router_pre_softmax": getattr(a, "moe_router_pre_softmax", False),
         "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
         "moe_shared_expert_intermediate_size": a.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": a.moe_shared_expert_gate, "moe_layer_freq": a.moe_layer_freq,
     }  # fmt: skip
-    config = TransformerConfig(
+    latent = {} if not getattr(a, "multi_latent_attention", False) else {
+        name: getattr(a, name) for name in (
+            "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+            "rope_type", "rotary_base", "rotary_scaling_factor", "mscale", "mscale_all_dim",
+        ) if hasattr(a, name)
+    }  # fmt: skip
+    if latent:
+        experts |= {
+            name: getattr(a, name) for name in (
+                "moe_router_score_function", "moe_router_enable_expert_bias",
+                "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+            )
+        }  # fmt: skip
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=a.num_layers, hidden_size=a.hidden_size, kv_channels=a.kv_channels,
         num_attention_heads=a.num_attention_heads, ffn_hidden_size=a.ffn_hidden_size,
         num_query_groups=a.num_query_groups, gated_linear_unit=a.swiglu or is_gemma,
@@ -108,7 +155,8 @@ def built(a: argparse.Namespace) -> Any:
         layernorm_epsilon=getattr(a, "norm_epsilon", 1e-5), hidden_dropout=0.0,
         attention_dropout=0.0, masked_softmax_fusion=False, bias_dropout_fusion=False,
         bias_activation_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        rotary_interleaved=getattr(a, "rotary_interleaved", False), **experts,
+        rotary_interleaved=getattr(a, "rotary_interleaved", False), **experts, **latent,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=a.normalization
@@ -154,12 +202,54 @@ def loaded(directory: Path) -> tuple[Any, argparse.Namespace]:
     return model, arguments
 
 
-def apart(ours: Any, theirs: Any) -> float:
+def logits_of(ours: Any) -> torch.Tensor:
     positions = torch.arange(12)[None].expand(3, -1)
     later = torch.triu(torch.ones(12, 12), 1).bool()[None, None]
     with torch.no_grad():
-        found = ours(TOKENS, positions, later) - theirs.eval()(TOKENS).logits
+        found: torch.Tensor = gather_from_tensor_model_parallel_region(
+            ours(TOKENS, positions, later)
+        )
+    return found
+
+
+def apart(ours: Any, theirs: Any) -> float:
+    with torch.no_grad():
+        found = logits_of(ours) - theirs.eval()(TOKENS).logits
     return float(found.abs().max())
+
+
+def on_two_ranks(folder: Path, mapping: str) -> float:
+    """Return how far the logits are apart at TP2; the ranks' own save goes back too."""
+    code = "import sys; from support.configured_logits import rank; rank(*sys.argv[1:])"
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(folder), n]) for n in "01"]
+    assert [one.wait(timeout=200) for one in ranks] == [0, 0]
+    reshard(
+        folder / "saved2" / SAVED, folder / "back2", "--to", "safetensors", "--mapping", mapping
+    )
+    command("verify", folder / "back", folder / "back2")
+    return max(float((folder / f"apart{n}").read_text()) for n in "01")
+
+
+def rank(directory: str, number: str) -> None:
+    """Compute one rank's part at TP2."""
+    folder = Path(directory)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=int(number), world_size=2)
+    parallel_state.initialize_model_parallel(2, 1)
+    model_parallel_cuda_manual_seed(1)
+    found = logits_of(loaded(folder / "ranks")[0]) - torch.load(folder / "logits.pt")
+    (folder / f"apart{number}").write_text(str(float(found.abs().max())))
+    save(*loaded(folder / "saved"), folder / "saved2" / SAVED)
+    dist.destroy_process_group()
+
+
+SAVED = "iter_0000005"
+
+
+def save(model: Any, arguments: argparse.Namespace, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    common = {"args": arguments, "iteration": 5, "checkpoint_version": 3.0}
+    dist_checkpointing.save({"model": model.sharded_state_dict(), **common}, str(directory))
 
 
 def there_and_back(folder: Path, mapping: str, config: Any, *flags: str) -> tuple[float, float]:
@@ -167,18 +257,18 @@ def there_and_back(folder: Path, mapping: str, config: Any, *flags: str) -> tupl
     theirs = randomized(T.AutoModelForCausalLM.from_config(config), 11)
     theirs.save_pretrained(folder / "hf", max_shard_size="20KB")
     (folder / "job.toml").write_text('[megatron]\ntransformer_impl = "local"\n')
-    reshard(folder / "hf", folder / "ranks", "--to", "torch", "--mapping", mapping, "--args-from",
+    # Legacy files do not say how the ranks cut latent attention.
+    layout = "torch_dist" if mapping.startswith("deepseek") else "torch"
+    reshard(folder / "hf", folder / "ranks", "--to", layout, "--mapping", mapping, "--args-from",
             str(folder / "job.toml"), "--tp", "2", "--pp", "2", *flags)  # fmt: skip
     reshard(folder / "ranks", folder / "mg", "--to", "torch_dist", "--tp", "1", "--pp", "1",
             "--ep", "1", "--etp", "1")  # fmt: skip
     command("verify", folder / "hf", folder / "mg", "--mapping", mapping)
     ours, arguments = loaded(folder / "mg")
     there = apart(ours, theirs)
-    randomized(ours, 12)
-    saved = folder / "saved" / "iter_0000005"
-    saved.mkdir(parents=True)
-    common = {"args": arguments, "iteration": 5, "checkpoint_version": 3.0}
-    dist_checkpointing.save({"model": ours.sharded_state_dict(), **common}, str(saved))
+    torch.save(theirs(TOKENS).logits.detach(), folder / "logits.pt")
+    saved = folder / "saved" / SAVED
+    save(randomized(ours, 12), arguments, saved)
     reshard(saved, folder / "back", "--to", "safetensors", "--mapping", mapping)
     found, info = T.AutoModelForCausalLM.from_pretrained(
         folder / "back", output_loading_info=True, attn_implementation="eager"
@@ -188,6 +278,8 @@ def there_and_back(folder: Path, mapping: str, config: Any, *flags: str) -> tupl
     again.load_state_dict(found.state_dict())
     assert again.config.model_type == config.model_type, again.config.model_type
     assert not info["missing_keys"] and not info["unexpected_keys"], info
+    if mapping.startswith("deepseek"):
+        there = max(there, on_two_ranks(folder, mapping))
     return there, apart(ours, again)
 
 

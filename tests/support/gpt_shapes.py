@@ -42,11 +42,12 @@ def llama(*, is_tied: bool = False, biases: bool = False, layers: int = 2) -> Sh
 
 
 def routed(
-    *, experts: int = 3, is_shared: bool = False, dense: Sequence[int] = (), is_local: bool = False
-) -> Shapes:
+    *, experts: int = 3, is_shared: bool = False, dense: Sequence[int] = (), is_local: bool = False,
+    layers: int = 2,
+) -> Shapes:  # fmt: skip
     """Return the parameters of a Llama with experts in all layers but ``dense``."""
     found = {}
-    for name, shape in llama().items():
+    for name, shape in llama(layers=layers).items():
         if ".mlp." not in name or any(f"layers.{layer}." in name for layer in dense):
             found[name] = shape
             continue
@@ -61,6 +62,44 @@ def routed(
             found[f"{layer}.mlp.shared_experts.{module}"] = shape
             found[f"{layer}.mlp.shared_experts.gate_weight"] = (1, HIDDEN)
     return found
+
+
+def latent(
+    *, is_third: bool = True, rank: int | None = 8, experts: int = 4, is_local: bool = False
+) -> Shapes:
+    """Return the parameters of DeepSeek's models, with experts behind the first layer.
+
+    Args:
+        rank: Of the queries; None: they are not of low rank.
+    """
+    norm = "self_attention.{}_layernorm.weight" if is_local else (
+        "self_attention.linear_{}_up_proj.layer_norm_weight"
+    )  # fmt: skip
+    layer: Shapes = {
+        "input_layernorm.weight": (HIDDEN,),
+        "self_attention.linear_proj.weight": (HIDDEN, HEADS * 7),
+        "self_attention.linear_kv_down_proj.weight": (6 + 2, HIDDEN),
+        "self_attention.linear_kv_up_proj.weight": (HEADS * (WIDTH + 7), 6),
+        norm.format("kv"): (6,),
+    }
+    queries = HEADS * (WIDTH + 2)
+    if rank is None:
+        layer["self_attention.linear_q_proj.weight"] = (queries, HIDDEN)
+    else:
+        layer |= {
+            "self_attention.linear_q_down_proj.weight": (rank, HIDDEN),
+            "self_attention.linear_q_up_proj.weight": (queries, rank),
+            norm.format("q"): (rank,),
+        }
+    found = _model(layer, 3, False, False, ("weight",))
+    for name, shape in routed(experts=experts, is_shared=True, dense=[0], layers=3).items():
+        if ".mlp." in name or "pre_mlp" in name:
+            name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight" if
+                                is_local else "mlp.linear_fc1.layer_norm_weight")  # fmt: skip
+            found[name] = shape
+    found = {name: shape for name, shape in found.items() if not name.endswith("gate_weight")}
+    biases = {f"decoder.layers.{n}.mlp.router.expert_bias": (experts,) for n in (1, 2)}
+    return {**found, **(biases if is_third else {})}
 
 
 def _model(

@@ -182,6 +182,7 @@ def arguments_of(job: Job) -> argparse.Namespace:
         num_attention_heads=job.heads,
         group_query_attention=job.query_groups is not None,
         num_query_groups=job.query_groups or 1,
+        multi_latent_attention=job.is_latent,
         seed=SEED,
         transformer_impl="local",
         optimizer=job.optimizer,

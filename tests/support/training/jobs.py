@@ -60,6 +60,8 @@ class Job:
     """As Llama: rotary positions, RMSNorm."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    is_latent: bool = False
+    """With latent attention (MLA)."""
     frozen: str | None = None
     """A pattern of parameters' names: they are not trained."""
     lora: int = 0

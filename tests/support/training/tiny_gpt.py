@@ -44,20 +44,25 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from scalai.core.job.function_proof import Numbers
 from scalai.patches.megatron.bare_step import SKIPPED, BareStep, NormInDouble
 from scalai.patches.megatron.megatron_state import MegatronState
 from scalai.patches.megatron.shapes import unwrap
-from support.training import fused_adam
+from support.training import fused_adam, latent_core
 from support.training.jobs import AFTER, SEED, Job
 from support.training.tiny_muon import muon_optimizer
 from support.training.tiny_t5 import translate, translator
 
+latent_core.install()
 torch.set_num_threads(1)
 
 ONE_BUCKET, SEVERAL_BUCKETS = 10**9, 2000
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8, "rope_type": "rope",
+}  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -226,7 +231,9 @@ def _forward(samples: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -
 
 def _transformer(job: Job) -> TransformerConfig:
     dtype = DTYPES[job.precision]
-    return TransformerConfig(
+    kind = MLATransformerConfig if job.is_latent else TransformerConfig
+    return kind(
+        **(LATENT if job.is_latent else {}),
         num_layers=job.layers,
         hidden_size=job.hidden,
         num_attention_heads=job.heads,
@@ -278,7 +285,10 @@ def _gpt(job: Job, config: TransformerConfig, stage: int) -> GPTModel:
     where = {"ignore_virtual": False, "vp_stage": stage} if job.vpp else {}
     at = stage if job.vpp else None
     layer: Any = get_gpt_layer_local_spec(
-        job.experts, qk_layernorm=job.has_qk_norm, normalization=config.normalization
+        job.experts,
+        qk_layernorm=job.has_qk_norm,
+        multi_latent_attention=job.is_latent,
+        normalization=config.normalization,
     )
     if job.expert_layers:
         layer = get_gpt_decoder_block_spec(
