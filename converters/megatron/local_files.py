@@ -261,7 +261,8 @@ def _read_file(path: Path, name: str, rank: int, iteration: int, trust: bool) ->
         )
     if root.get("_is_hollow"):
         raise RefusedError(f"{path / name} is hollow: its tensors were saved elsewhere.")
-    tensors, objects = [], []
+    tensors: list[Mapping[str, Any]] = []
+    objects: list[Mapping[str, Any]] = []
     for leaf in _leaves(root.get("sharded_state_dict"), path / name):
         kind = leaf.path[1] if isinstance(leaf, Foreign) else ""
         if kind not in ("ShardedTensor", "ShardedObject") or not isinstance(leaf.state, dict):
