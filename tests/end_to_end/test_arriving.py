@@ -26,7 +26,6 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         more=("--ballast", str(TENSORS)),
     ) as agents:  # fmt: skip
         agents.start("a")
-        agents.wait_for_all(1)
         agents.start("b")
         agents.wait_for_all(2)
         yield agents
