@@ -16,7 +16,6 @@ from scalai.core.host.state import (
     Group,
     Models,
     RankModel,
-    RestoredRanks,
     Round,
     Steps,
     Want,
