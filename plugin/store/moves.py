@@ -4,7 +4,7 @@ The planner counts holders and rows; here they become files and byte offsets.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -47,25 +47,6 @@ class FetchList:
     pieces: Collection
     fetch: Columns
 
-    def select(self, rows: Columns) -> "FetchList":
-        """Return these of its parts."""
-        return FetchList(self.host, self.row[rows], self.pieces.select(rows), self.fetch[rows])
-
-
-def in_batches(lists: Sequence[FetchList], size_bytes: int, most: int) -> list[list[FetchList]]:
-    """Cut fetches into at most ``most`` batches of ``size_bytes`` or more. Each has its share of
-    every host's list, in order, so that all hosts give until the end. A part is never cut.
-    """
-    ends = [np.cumsum(asked.pieces.size_bytes()) for asked in lists]
-    total = sum(int(end[-1]) for end in ends)
-    count = max(1, min(most, total // size_bytes))
-    batches: list[list[FetchList]] = [[] for _ in range(count)]
-    for asked, end in zip(lists, ends, strict=True):
-        batch = (end - 1) * count // end[-1]
-        for number in np.unique(batch).tolist():
-            batches[number].append(asked.select(np.flatnonzero(batch == number)))
-    return [batch for batch in batches if batch]
-
 
 def fetch_lists(plan: Plan, manifests: Sequence[HeldPart], host: str) -> list[FetchList]:
     """Return the fetches of ``host``, one list a source host, in the order of ``manifests``.
@@ -99,114 +80,75 @@ class Fetched:
 
 
 def read_orders(
-    plan: Plan, manifests: Sequence[HeldPart], directories: Mapping[str, Path]
+    plan: Plan,
+    manifests: Sequence[HeldPart],
+    directories: Mapping[str, Path],
+    fetched: Sequence[Fetched] = (),
 ) -> dict[int, ReadOrder]:
-    """Return, by index, each target's order to read the planned copies that are not fetched.
+    """Return the order to read files of this host for each target of the plan, by its index.
 
     Args:
         plan: Plan of ``holders_of(manifests)`` for targets of this host.
         manifests: Sources in the order of the plan; directly readable ones are ``HostManifest``.
         directories: Directory of each directly readable part by host: this host's own, and on a
             durable directory all.
+        fetched: Arrived parts of other hosts; together all fetches of the plan.
     """
     files: list[str] = []
-    copies, rows = plan.copies, np.flatnonzero(plan.copies.fetch < 0)
-    columns = {
-        "file": np.full(len(rows), -1, dtype=np.int64),
-        "begin": np.zeros(len(rows), dtype=np.int64),
-        "source_offset": np.zeros_like(copies.offset[rows]),
-        "source_shape": np.ones_like(copies.shape[rows]),
-    }
+    first_file = np.full(len(manifests), -1, dtype=np.int64)
     for number, manifest in enumerate(manifests):
-        if manifest.host not in directories:
-            continue
-        assert isinstance(manifest, HostManifest)
-        mine = np.flatnonzero(copies.source[rows] == number)
-        stored = copies.source_row[rows[mine]]
-        columns["file"][mine] = len(files) + manifest.file[stored]
-        columns["begin"][mine] = manifest.begin[stored]
-        columns["source_offset"][mine] = manifest.collection.offset[stored]
-        columns["source_shape"][mine] = manifest.collection.shape[stored]
-        directory = directories[manifest.host]
-        files.extend(str(directory / stored.name) for stored in manifest.files)
-    assert (columns["file"] >= 0).all(), "a copy reads what is neither here nor fetched"
-    return _by_target(plan, rows, files, columns)
-
-
-def fetched_orders(plan: Plan, fetched: Sequence[Fetched]) -> dict[int, ReadOrder]:
-    """Return, by index, the order of each target with copies of arrived parts to read them."""
-    fetches = plan.fetches
-    file, begin = np.full((2, len(fetches)), -1, dtype=np.int64)
-    for number, part in enumerate(fetched):
-        file[part.asked.fetch] = number
-        begin[part.asked.fetch] = part.begin
-    copies = plan.copies
-    rows = np.flatnonzero(copies.fetch >= 0)
-    rows = rows[file[copies.fetch[rows]] >= 0]
-    fetch = copies.fetch[rows]
-    columns = {
-        "file": file[fetch],
-        "begin": begin[fetch],
-        "source_offset": fetches.offset[fetch],
-        "source_shape": fetches.shape[fetch],
-    }
-    return _by_target(plan, rows, [str(part.path) for part in fetched], columns)
-
-
-def _by_target(
-    plan: Plan, rows: Columns, files: Sequence[str], columns: Mapping[str, Columns]
-) -> dict[int, ReadOrder]:
-    """Return orders for these copies. ``columns``: their stored pieces, as in a ``ReadOrder``."""
-    copies, orders = plan.copies, {}
-    for target in np.unique(copies.target[rows]).tolist():
-        mine = np.flatnonzero(copies.target[rows] == target)
-        used, file = np.unique(columns["file"][mine], return_inverse=True)
+        if manifest.host in directories:
+            assert isinstance(manifest, HostManifest)
+            first_file[number] = len(files)
+            directory = directories[manifest.host]
+            files.extend(str(directory / stored.name) for stored in manifest.files)
+    fetch_file, fetch_begin = np.full((2, len(plan.fetches)), -1, dtype=np.int64)
+    for part in fetched:
+        fetch_file[part.asked.fetch] = len(files)
+        fetch_begin[part.asked.fetch] = part.begin
+        files.append(str(part.path))
+    source = _sources(plan, manifests, first_file)
+    copies, fetches = plan.copies, plan.fetches
+    away = copies.fetch >= 0
+    source["file"][away] = fetch_file[copies.fetch[away]]
+    source["begin"][away] = fetch_begin[copies.fetch[away]]
+    source["source_offset"][away] = fetches.offset[copies.fetch[away]]
+    source["source_shape"][away] = fetches.shape[copies.fetch[away]]
+    assert (source["file"] >= 0).all(), "a copy reads what is neither here nor fetched"
+    orders = {}
+    for target in np.unique(copies.target).tolist():
+        rows = np.flatnonzero(copies.target == target)
+        used, file = np.unique(source["file"][rows], return_inverse=True)
         orders[target] = ReadOrder(
             files=tuple(files[number] for number in used),
-            row=copies.target_row[rows[mine]],
-            offset=copies.offset[rows[mine]],
-            shape=copies.shape[rows[mine]],
+            row=copies.target_row[rows],
+            offset=copies.offset[rows],
+            shape=copies.shape[rows],
             file=file.astype(np.int64),
-            begin=columns["begin"][mine],
-            source_offset=columns["source_offset"][mine],
-            source_shape=columns["source_shape"][mine],
+            begin=source["begin"][rows],
+            source_offset=source["source_offset"][rows],
+            source_shape=source["source_shape"][rows],
         )
     return orders
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Missing:
-    """Wanted elements that are neither here nor fetched: ``targets`` in the order of the plan's;
-    ``rows`` [pieces] of each are the originally wanted pieces that they are parts of.
-    """
-
-    targets: list[Holder]
-    rows: list[Columns]
-
-    @staticmethod
-    def all_of(targets: Sequence[Holder]) -> "Missing":
-        """Return all pieces of ``targets``."""
-        return Missing(list(targets), [np.arange(len(each.collection)) for each in targets])
-
-    def without(self, plan: Plan, fetched: Sequence[Fetched]) -> "Missing":
-        """Return what is left behind a plan for ``targets`` with these of its fetches arrived."""
-        copies = plan.copies
-        arrived = [part.asked.fetch for part in fetched]
-        is_left = (copies.fetch >= 0) & ~np.isin(copies.fetch, np.concatenate([[-1], *arrived]))
-        targets, rows = list[Holder](), list[Columns]()
-        for number, target in enumerate(self.targets):
-            left = np.flatnonzero(is_left & (copies.target == number))
-            wanted, row = target.collection, copies.target_row[left]
-            boxes = Collection(
-                wanted.tensors, wanted.tensor[row], copies.offset[left], copies.shape[left]
-            )
-            targets.append(replace(target, collection=boxes))
-            rows.append(self.rows[number][row])
-        return Missing(targets, rows)
-
-    def as_wanted(self, orders: Mapping[int, ReadOrder]) -> dict[int, ReadOrder]:
-        """Return orders of a plan for ``targets`` with rows of the originally wanted pieces."""
-        return {
-            number: replace(order, row=self.rows[number][order.row])
-            for number, order in orders.items()
-        }
+def _sources(plan: Plan, manifests: Sequence[HeldPart], first_file: Columns) -> dict[str, Columns]:
+    """Return the place of each copy's stored piece: columns [copies] of a ``ReadOrder``."""
+    copies = plan.copies
+    columns = {
+        "file": np.full(len(copies), -1, dtype=np.int64),
+        "begin": np.zeros(len(copies), dtype=np.int64),
+        "source_offset": np.zeros_like(copies.offset),
+        "source_shape": np.ones_like(copies.shape),
+    }
+    for number, manifest in enumerate(manifests):
+        if first_file[number] < 0:
+            continue
+        assert isinstance(manifest, HostManifest)
+        rows = np.flatnonzero((copies.source == number) & (copies.fetch < 0))
+        stored = copies.source_row[rows]
+        columns["file"][rows] = first_file[number] + manifest.file[stored]
+        columns["begin"][rows] = manifest.begin[stored]
+        columns["source_offset"][rows] = manifest.collection.offset[stored]
+        columns["source_shape"][rows] = manifest.collection.shape[stored]
+    return columns

@@ -10,16 +10,7 @@ from scalai.core.host import actions, proof_step, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Gathered, GroupOver
 from scalai.core.host.standby import Standby
-from scalai.core.host.state import (
-    Call,
-    Finish,
-    Group,
-    Models,
-    RankModel,
-    Round,
-    Steps,
-    Want,
-)
+from scalai.core.host.state import Call, Finish, Group, Models, RankModel, Round, Steps, Want
 from scalai.core.host.step import Step
 from scalai.core.job.function_proof import merged
 from scalai.core.messages import commands, reports
