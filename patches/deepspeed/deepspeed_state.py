@@ -24,7 +24,9 @@ from scalai.patches.deepspeed.masters import (
     cut_pieces,
     is_vouched,
     masters_of,
+    memory_of,
     shard_fragment,
+    vouched_parts,
 )
 from scalai.patches.deepspeed.parallel_ranks import TensorParallel
 from scalai.patches.deepspeed.small_state import STEP, put_scalars, take_scalars
@@ -143,9 +145,9 @@ def _tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"param/{name}", getattr(parameter, "ds_tensor", parameter)
     for name, buffer in persistent_buffers(engine.module):
         yield f"param/{name}", buffer
-    for number, master in enumerate(masters_of(engine)):
-        yield f"master {number}", master.values
-        for kind, state in master.state.items():
+    for number, (values, entries) in enumerate(memory_of(engine)):
+        yield f"master {number}", values
+        for kind, state in entries.items():
             if isinstance(state, torch.Tensor) and state.ndim:
                 yield f"{kind} of master {number}", state
 
@@ -179,6 +181,7 @@ class DeepSpeedState:
         self._seed = seed
         self._places: dict[str, int] = {}
         self._masters = cut_alike(engine, masters_of(engine))
+        self._vouched = tuple(vouched_parts(self._masters, engine.param_names))
 
     @property
     def coordinate(self) -> str:
@@ -221,7 +224,7 @@ class DeepSpeedState:
 
     def _scalars(self) -> Callable[[], Mapping[str, Json]]:
         refuse_moved(self._engine, self._places)
-        scalars = take_scalars(self._engine, self._masters)
+        scalars = take_scalars(self._engine, self._masters, self._vouched)
         # Not the degrees later: a script that raises may have taken its groups down by then.
         fixed = parallel_ranks.fixed_degrees(self._engine)
         return lambda: {"deepspeed": scalars(), "fixed_degrees": fixed}
