@@ -124,12 +124,29 @@ def places_of(engine: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in _tensors(engine)}
 
 
-def refuse_moved(engine: Any, before: Mapping[str, int]) -> None:
-    """Compare with the addresses of ``places_of`` at the listing of slots.
+def addresses_of(engine: Any) -> list[int]:
+    """Return the addresses of ``places_of`` without names, which each step can do without."""
+    found: list[int] = []
+    for part in engine.module.modules():
+        passing = part._non_persistent_buffers_set
+        kept = [part._buffers[key] for key in part._buffers if key not in passing]
+        owned = (getattr(one, "ds_tensor", one) for one in part._parameters.values())
+        found += [one.data_ptr() for one in (*owned, *kept) if one is not None]
+    for values, entries in memory_of(engine):
+        states = (one for one in entries.values() if isinstance(one, torch.Tensor) and one.ndim)
+        found += [values.data_ptr(), *(one.data_ptr() for one in states)]
+    return found
+
+
+def refuse_moved(engine: Any, before: Mapping[str, int], addresses: Sequence[int]) -> None:
+    """Compare with the addresses at the listing of slots: ``addresses_of``, and where they differ
+    ``places_of``.
 
     Raises:
         RefusedError: Some memory was replaced.
     """
+    if addresses_of(engine) == addresses:
+        return
     here = places_of(engine)
     moved = sorted(name for name, place in before.items() if here.get(name) != place)
     if moved:
@@ -180,6 +197,7 @@ class DeepSpeedState:
         self._engine = engine
         self._seed = seed
         self._places: dict[str, int] = {}
+        self._addresses: list[int] = []
         self._masters = cut_alike(engine, masters_of(engine))
         self._vouched = tuple(vouched_parts(self._masters, engine.param_names))
 
@@ -193,7 +211,7 @@ class DeepSpeedState:
 
         Call it before the first step.
         """
-        self._places = places_of(self._engine)
+        self._places, self._addresses = places_of(self._engine), addresses_of(self._engine)
         owners = {
             id(fragment.parameter): (master, fragment)
             for master in self._masters
@@ -223,7 +241,7 @@ class DeepSpeedState:
         return lambda: (scalars(), rng())
 
     def _scalars(self) -> Callable[[], Mapping[str, Json]]:
-        refuse_moved(self._engine, self._places)
+        refuse_moved(self._engine, self._places, self._addresses)
         scalars = take_scalars(self._engine, self._masters, self._vouched)
         # Not the degrees later: a script that raises may have taken its groups down by then.
         fixed = parallel_ranks.fixed_degrees(self._engine)
