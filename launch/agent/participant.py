@@ -333,6 +333,7 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
         spec.is_elastic,
         spec.config.resize.drain_timeout_s,
         hang_s=spec.config.resize.hang_s,
+        cores=len(os.sched_getaffinity(0)),
     )
     return HostState(settings, slots, time.monotonic(), performer.generations())
 

@@ -259,9 +259,8 @@ class Performer:
                     lambda: unheard(peers),
                     lambda found: feed(reports.Knocked(order, found)),
                 )
-            case actions.WarmUp(imports):
-                submit = partial(self._hands.lanes.submit, MEMORY, "warming up")
-                self._hands.groups.warm_up(imports, submit)
+            case actions.WarmUp():
+                return self._warm_up(action)
             case _:
                 return self._of_the_store(action)
         return ()
@@ -329,6 +328,14 @@ class Performer:
             return [Done(action)]
         offer(group.pids().values(), is_standby=True)
         return [Done(action, choice.level)]
+
+    def _warm_up(self, action: actions.WarmUp) -> Iterable[Event]:
+        groups, feed = self._hands.groups, self._hands.feed
+        groups.warm_up(action.imports, is_last=action.is_last)
+        if action.is_last:
+            wait = groups.wait_until_warm
+            self._hands.lanes.run(MEMORY, "warming up", wait, lambda _: feed(Done(action)))
+        return ()
 
     def _check_health(self, command: commands.CheckHealth) -> None:
         hands = self._hands

@@ -142,7 +142,7 @@ class WorkerGroups:
         self, spec: JobSpec, directory: Path, make_workers: Callable[[], WorkerSet]
     ) -> None:
         self._spec, self._directory, self._make_workers = spec, directory, make_workers
-        self._is_warming = self._is_warm = False
+        self._has_server = self._is_warm = False
 
     def start(self, wanted: commands.Workers) -> WorkerGroup:
         """Start the workers of a round.
@@ -191,23 +191,25 @@ class WorkerGroups:
                 environment[NCCL_ERRORS[0]] = "0"
         return environment
 
-    def warm_up(self, imports: Imports, beside: Callable[[Callable[[], None]], object]) -> None:
-        """Start the fork server for later groups with a worker's imports, once.
+    def warm_up(self, imports: Imports, *, is_last: bool) -> None:
+        """Have the fork server for later groups import what a worker has, and start it before.
 
-        Until it is ready groups start cold; a fork from it would wait.
+        Groups start cold until ``wait_until_warm`` has returned: a fork from it would wait.
         """
-        if self._is_warming:
-            return
         try:
-            warm_up(str(write_preload(self._directory / "preload.json", imports)))
+            order = write_preload(self._directory / "preload.json", imports, is_last=is_last)
+            if not self._has_server:
+                warm_up(str(order))
         except (ScalaiError, OSError) as error:
             log.warning("event=cold: later workers start slowly: %s", error)
             return
-        self._is_warming = True
-        beside(self._wait_until_warm)
+        self._has_server = True
 
-    def _wait_until_warm(self) -> None:
+    def wait_until_warm(self) -> None:
+        """Return once the server has made its last imports and forks, or is done without."""
         began = time.monotonic()
+        if not self._has_server:
+            return
         try:
             wait_until_warm()
         except RefusedError as error:
@@ -221,16 +223,18 @@ class WorkerGroups:
         log.info("event=warm took_s=%.1f: the fork server is ready", took_s)
 
 
-def write_preload(path: Path, imports: Imports) -> Path:
-    """Write the order for ``scalai.patches.preload``; return its path.
+def write_preload(path: Path, imports: Imports, *, is_last: bool = True) -> Path:
+    """Write an order for ``scalai.patches.preload``; return its path.
 
     Args:
         imports: A worker's imports.
+        is_last: No other order follows.
 
     Raises:
         StoreError: It cannot be written.
     """
-    order = {"modules": [*imports.modules, *OWN_MODULES], "sys_path": imports.sys_path}
+    modules = [*imports.modules, *(OWN_MODULES if is_last else ())]
+    order = {"modules": modules, "sys_path": imports.sys_path, "is_last": is_last}
     with Folder.open(path.parent) as folder:
         folder.write(path.name, json.dumps(order).encode())
     return path

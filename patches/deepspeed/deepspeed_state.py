@@ -24,7 +24,9 @@ from scalai.patches.deepspeed.masters import (
     cut_pieces,
     is_vouched,
     masters_of,
+    memory_of,
     shard_fragment,
+    vouched_parts,
 )
 from scalai.patches.deepspeed.parallel_ranks import TensorParallel
 from scalai.patches.deepspeed.small_state import STEP, put_scalars, take_scalars
@@ -122,12 +124,29 @@ def places_of(engine: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in _tensors(engine)}
 
 
-def refuse_moved(engine: Any, before: Mapping[str, int]) -> None:
-    """Compare with the addresses of ``places_of`` at the listing of slots.
+def addresses_of(engine: Any) -> list[int]:
+    """Return the addresses of ``places_of`` without names, which each step can do without."""
+    found: list[int] = []
+    for part in engine.module.modules():
+        passing = part._non_persistent_buffers_set
+        kept = [part._buffers[key] for key in part._buffers if key not in passing]
+        owned = (getattr(one, "ds_tensor", one) for one in part._parameters.values())
+        found += [one.data_ptr() for one in (*owned, *kept) if one is not None]
+    for values, entries in memory_of(engine):
+        states = (one for one in entries.values() if isinstance(one, torch.Tensor) and one.ndim)
+        found += [values.data_ptr(), *(one.data_ptr() for one in states)]
+    return found
+
+
+def refuse_moved(engine: Any, before: Mapping[str, int], addresses: Sequence[int]) -> None:
+    """Compare with the addresses at the listing of slots: ``addresses_of``, and where they differ
+    ``places_of``.
 
     Raises:
         RefusedError: Some memory was replaced.
     """
+    if addresses_of(engine) == addresses:
+        return
     here = places_of(engine)
     moved = sorted(name for name, place in before.items() if here.get(name) != place)
     if moved:
@@ -143,9 +162,9 @@ def _tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"param/{name}", getattr(parameter, "ds_tensor", parameter)
     for name, buffer in persistent_buffers(engine.module):
         yield f"param/{name}", buffer
-    for number, master in enumerate(masters_of(engine)):
-        yield f"master {number}", master.values
-        for kind, state in master.state.items():
+    for number, (values, entries) in enumerate(memory_of(engine)):
+        yield f"master {number}", values
+        for kind, state in entries.items():
             if isinstance(state, torch.Tensor) and state.ndim:
                 yield f"{kind} of master {number}", state
 
@@ -178,7 +197,9 @@ class DeepSpeedState:
         self._engine = engine
         self._seed = seed
         self._places: dict[str, int] = {}
+        self._addresses: list[int] = []
         self._masters = cut_alike(engine, masters_of(engine))
+        self._vouched = tuple(vouched_parts(self._masters, engine.param_names))
 
     @property
     def coordinate(self) -> str:
@@ -190,7 +211,7 @@ class DeepSpeedState:
 
         Call it before the first step.
         """
-        self._places = places_of(self._engine)
+        self._places, self._addresses = places_of(self._engine), addresses_of(self._engine)
         owners = {
             id(fragment.parameter): (master, fragment)
             for master in self._masters
@@ -220,8 +241,8 @@ class DeepSpeedState:
         return lambda: (scalars(), rng())
 
     def _scalars(self) -> Callable[[], Mapping[str, Json]]:
-        refuse_moved(self._engine, self._places)
-        scalars = take_scalars(self._engine, self._masters)
+        refuse_moved(self._engine, self._places, self._addresses)
+        scalars = take_scalars(self._engine, self._masters, self._vouched)
         # Not the degrees later: a script that raises may have taken its groups down by then.
         fixed = parallel_ranks.fixed_degrees(self._engine)
         return lambda: {"deepspeed": scalars(), "fixed_degrees": fixed}

@@ -12,7 +12,7 @@ Source: deepspeed/runtime (0.16.0 to 0.19.8): zero/stage_1_and_2.py, zero/stage3
 bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -152,6 +152,25 @@ def masters_of(engine: Any) -> list[Master]:
         RefusedError: The optimizer is unknown.
         LayoutError: Its buffers are not as expected.
     """
+    base, parts = _parts_of(engine)
+    masters = []
+    for values, group, cut in parts:
+        fragments = tuple(cut)
+        _check_inside(values, fragments, engine.param_names)
+        ensure_state(base, values, group)
+        masters.append(Master(values, base.state[values], group, fragments))
+    return masters
+
+
+def memory_of(engine: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Yield the present tensors and state of ``masters_of``, without the work of their fragments:
+    each step asks."""
+    base, parts = _parts_of(engine)
+    return ((values, base.state[values]) for values, _, _ in parts)
+
+
+def _parts_of(engine: Any) -> "tuple[Any, _Parts]":
+    """Return the base optimizer of an engine's, and what it updates."""
     optimizer = engine.optimizer
     adapter = _ADAPTERS.get(type(optimizer).__name__)
     base = optimizer.optimizer if adapter is not None else optimizer
@@ -163,34 +182,27 @@ def masters_of(engine: Any) -> list[Master]:
             f"{', '.join(sorted(_ADAPTERS))}. Change the configuration to one of ZeRO 0 to 3 "
             "without further extensions."
         )
-    masters = []
-    for values, group, fragments in adapter(optimizer, engine.param_names):
-        _check_inside(values, fragments, engine.param_names)
-        ensure_state(base, values, group)
-        masters.append(Master(values, base.state[values], group, tuple(fragments)))
-    return masters
+    return base, adapter(optimizer, engine.param_names)
 
 
-def groups_of(masters: Sequence[Master], names: Names, *, vouched: bool) -> list[Group]:
-    """List the parameter groups of this rank, with the names of their parameters.
-
-    Args:
-        vouched: True for parameters with elements under this rank's vouch alone.
-    """
+def groups_of(
+    masters: Sequence[Master], names: Names, vouched: "Iterable[Part] | None" = None
+) -> list[Group]:
+    """List the parameter groups of this rank, with the names of their parameters: of all, or of
+    those of ``vouched_parts`` alone."""
     members: dict[int, tuple[dict[str, Any], list[str]]] = {}
     for master in masters:
         members.setdefault(id(master.group), (master.group, []))
-        if not vouched:
-            of = [names[fragment.parameter] for fragment in master.fragments]
-            members[id(master.group)][1].extend(of)
-    for name, master in vouched_parts(masters, names) if vouched else ():
+    if vouched is None:
+        vouched = ((names[f.parameter], master) for master in masters for f in master.fragments)
+    for name, master in vouched:
         members[id(master.group)][1].append(name)
     return list(members.values())
 
 
 def order_here(engine: Any) -> Dealt:
     """Return how this rank's optimizer orders its parameters, for ``order_of``."""
-    groups = groups_of(masters_of(engine), engine.param_names, vouched=False)
+    groups = groups_of(masters_of(engine), engine.param_names)
     dealt = [[*dict.fromkeys(names)] for _, names in groups]
     place = {name: at for at, name in enumerate(engine.param_names.values())}
     return dealt, all(names == sorted(names, key=place.__getitem__) for names in dealt)
@@ -217,7 +229,11 @@ def order_of(ranks: Sequence[Dealt]) -> Order:
     return order
 
 
-def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str, Master]]:
+Part = tuple[str, Master]
+"""A parameter, and what it is a part of."""
+
+
+def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[Part]:
     """Yield the names of parameters with elements under this rank's vouch."""
     for master in masters:
         for fragment in master.fragments:
@@ -231,7 +247,8 @@ def is_vouched(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "ds_pipe_replicated", False)
 
 
-_Parts = Iterator[tuple[torch.Tensor, dict[str, Any], Sequence[Fragment]]]
+_Parts = Iterator[tuple[torch.Tensor, dict[str, Any], Iterable[Fragment]]]
+"""Fragments are made as they are asked for, before the next part."""
 
 
 def _bare(optimizer: Any, names: Names) -> _Parts:
@@ -256,11 +273,11 @@ def _fused(optimizer: Any, names: Names) -> _Parts:
     groups = optimizer.optimizer.param_groups
     flats = optimizer.fp16_groups_flat, optimizer.fp32_groups_flat
     for models, flat, main, group in zip(optimizer.fp16_groups, *flats, groups, strict=True):
-        fragments = [
+        fragments = (
             Fragment(model, 0, model.numel(), offset_in(flat, model, names[model]))
             for model in models
             if model.numel()
-        ]
+        )
         yield main, group, fragments
 
 
@@ -301,11 +318,11 @@ def _partitions(
                 f"{world} ranks have {main.numel()} elements each of a flat buffer of "
                 f"{flat.numel()}; expected equal partitions. Use a known version of DeepSpeed."
             )
-        fragments = [
+        fragments = (
             partitioned(m, m.numel(), offset_in(flat, m, names[m]), main.numel(), rank)
             for m in models
             if m.numel()
-        ]
+        )
         yield main, group, fragments
 
 
@@ -325,7 +342,7 @@ def _stage_3(optimizer: Any, names: Names) -> _Parts:
                 f"buffer {flat.numel()}; expected equal ones. Use a known version of DeepSpeed."
             )
         group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
-        yield main, group, [shard_fragment(m, flat, names[m]) for m in models if m.ds_numel]
+        yield main, group, (shard_fragment(m, flat, names[m]) for m in models if m.ds_numel)
 
 
 def shard_fragment(parameter: Any, flat: torch.Tensor, name: str) -> Fragment:

@@ -23,7 +23,7 @@ from scalai.patches.continuation import (
     text_of_rng_state,
 )
 from scalai.patches.deepspeed import parallel_ranks
-from scalai.patches.deepspeed.masters import Master, Names, groups_of, vouched_parts
+from scalai.patches.deepspeed.masters import Master, Names, Part, groups_of
 from scalai.patches.optimizers import check_schedule, put_groups, take_groups
 from scalai.patches.plain import all_live, all_plain
 
@@ -61,8 +61,11 @@ STEP = "step"
 """The name of the entry in an optimizer's state."""
 
 
-def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
-    """Return the steps of the parameters of this rank, by name."""
+def take_steps(
+    masters: Sequence[Master], vouched: Sequence[Part]
+) -> Callable[[], dict[str, float]]:
+    """Return a function that writes down the present steps of the parameters of this rank, by
+    name."""
     # FusedAdam counts for the last parameter of a group alone, and uses that for all.
     newest: dict[int, int] = {}
     for master in masters:
@@ -70,10 +73,13 @@ def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
         if isinstance(count, int):
             newest[id(master.group)] = max(count, newest.get(id(master.group), 0))
     counts = _read(master.state[STEP] for master in masters if STEP in master.state)
-    return {
-        name: float(newest.get(id(master.group), counts[id(master.state[STEP])]))
-        for name, master in vouched_parts(masters, names)
+    steps = {
+        id(master): newest.get(id(master.group), counts[id(master.state[STEP])])
+        for master in masters
         if STEP in master.state
+    }
+    return lambda: {
+        name: float(steps[id(master)]) for name, master in vouched if id(master) in steps
     }
 
 
@@ -83,7 +89,7 @@ def _read(entries: Iterable[Any]) -> dict[int, float]:
     found = {id(entry): entry for entry in entries}
     tensors = defaultdict[torch.device, dict[int, torch.Tensor]](dict)
     for key, entry in found.items():
-        if isinstance(entry, torch.Tensor):
+        if isinstance(entry, torch.Tensor) and entry.device.type != "cpu":
             tensors[entry.device][key] = entry.detach().double().reshape(())
     for of_device in tensors.values():
         found |= dict(zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True))
@@ -128,23 +134,28 @@ def _text(found: Mapping[float, str], missing: Sequence[str]) -> str:
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def take_scalars(engine: Any, masters: Sequence[Master]) -> Callable[[], Json]:
+def take_scalars(
+    engine: Any, masters: Sequence[Master], vouched: Sequence[Part]
+) -> Callable[[], Json]:
     """Return a function that writes down the present scalars of this rank.
+
+    Args:
+        vouched: ``vouched_parts`` of the masters.
 
     Raises:
         RefusedError: The engine is in the middle of accumulating gradients, or something is not
             plain enough for JSON.
     """
-    names, schedule = engine.param_names, engine.lr_scheduler
-    groups = take_groups(groups_of(masters, names, vouched=True))
+    schedule = engine.lr_scheduler
+    groups = take_groups(groups_of(masters, engine.param_names, vouched))
+    steps = take_steps(masters, vouched)
     taken: dict[str, Json] = {
-        "steps": take_steps(masters, names),
         "loss_scale": take_loss_scale(engine.optimizer),
         "scheduler": all_plain(schedule.state_dict(), "scheduler") if schedule else None,
         "counters": {key: getattr(engine, key) for key in _COUNTERS},
         "boundaries": _boundaries(engine),
     }
-    return lambda: {**taken, "groups": groups()}
+    return lambda: {**taken, "steps": steps(), "groups": groups()}
 
 
 def put_scalars(saved: Mapping[str, Any], engine: Any, masters: Sequence[Master]) -> None:
@@ -158,7 +169,7 @@ def put_scalars(saved: Mapping[str, Any], engine: Any, masters: Sequence[Master]
     if engine.lr_scheduler and saved["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(all_live(saved["scheduler"]))
     # Last: a schedule may set some of it while it is loaded.
-    put_groups(saved["groups"], groups_of(masters, engine.param_names, vouched=False))
+    put_groups(saved["groups"], groups_of(masters, engine.param_names))
     if engine.lr_scheduler and saved["scheduler"] is not None:
         check_schedule(saved["scheduler"], engine.lr_scheduler)
     for key in _COUNTERS:

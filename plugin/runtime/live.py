@@ -218,7 +218,7 @@ class Registered:
     def refresh(self) -> None:
         """Copy the present values into the slots: a getter may return a new tensor each time."""
         for entry in self._entries:
-            value = entry.get()
+            value = entry.get() if entry.name in self._slots else None
             if isinstance(value, torch.Tensor) and self._has_room(entry.name, value):
                 self._slots[entry.name].buffer.copy_(value.detach().reshape(-1))
 

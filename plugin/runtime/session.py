@@ -275,7 +275,7 @@ class Session:
                 directory.parent.name: int(os.environ["SCALAI_AGENT_PID"]),
             }
         )
-        welcome = self._welcome = agent.call(Hello(self.rank, round))
+        welcome = self._welcome = agent.call(Hello(self.rank, round, imported(local_rank)))
         self.micro_batch_size = welcome.micro_batch_size
         self.offload, self.paces = welcome.offload, welcome.paces
         if self.paces is not None:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Condition, Event
 from pathlib import Path
@@ -35,6 +35,8 @@ from support.agents import worker_home
 from support.waiting import wait_until
 
 DEADLINE_S = 120.0
+LATER = "colorsys"
+"""A module that nothing else imports."""
 SCRIPT = """
 import multiprocessing, os, sys, time
 folder, how = sys.argv[1:3]
@@ -115,7 +117,10 @@ def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as environment:  # agents of other tests inherit it
         environment.setenv("SCALAI_PRELOAD", str(order))
         environment.setenv("SCALAI_AGENT_PID", str(os.getpid()))
-        warm_up(str(write_preload(order, Imports(("json",), tuple(sys.path)))))
+        imports = Imports(("json",), tuple(sys.path))
+        warm_up(str(write_preload(order, imports, is_last=False)))
+        # It may have read the first order by now, or not.
+        write_preload(order, replace(imports, modules=("json", LATER)), is_last=True)
         wait_until_warm()
         yield order.parent
 
@@ -214,6 +219,12 @@ def test_forked_workers_are_counted_as_such_and_their_server_is_not(
     assert [worker_home(process) for process in forked] == [warm_server, warm_server]
     (server,) = {process.parent() for process in forked}
     assert server is not None and worker_home(server) is None
+
+
+def test_a_server_imports_what_a_worker_has_imported_later(host: Host) -> None:
+    script = f"import sys; sys.exit(0 if {LATER!r} in sys.modules else 7)"
+    host.start(place(1), warm=True, script=script)
+    assert host.outcome() == WorkersOutcome(())
 
 
 @both

@@ -106,25 +106,20 @@ def groups(tmp_path: Path) -> Starter:
 
 
 @pytest.mark.fault
-def test_nobody_waits_for_a_fork_server_that_still_imports(
+def test_workers_are_forked_once_the_server_has_imported(
     groups: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    imported, beside = threading.Event(), list[threading.Thread]()
-    monkeypatch.setattr(worker_group, "warm_up", lambda order: None)
-    monkeypatch.setattr(worker_group, "wait_until_warm", lambda: imported.wait(DEADLINE_S))
-
-    def run_beside(work: Any) -> None:
-        beside.append(threading.Thread(target=work, daemon=True))
-        beside[-1].start()
-
+    started = list[str]()
+    monkeypatch.setattr(worker_group, "warm_up", started.append)
+    monkeypatch.setattr(worker_group, "wait_until_warm", lambda: None)
     made, workers = groups()
     made.start(wanted())
-    made.warm_up(Imports((), ()), run_beside)
-    made.start(wanted(2))
-    imported.set()
-    beside[0].join(DEADLINE_S)
+    for is_last in (False, True):
+        made.warm_up(Imports((), ()), is_last=is_last)
+        made.start(wanted(2))
+    made.wait_until_warm()
     made.start(wanted(3))
-    assert workers.warm == [False, False, True]
+    assert workers.warm == [False, False, False, True] and len(started) == 1
 
 
 def test_a_server_whose_forks_cannot_use_devices_is_done_without(
@@ -136,7 +131,8 @@ def test_a_server_whose_forks_cannot_use_devices_is_done_without(
     monkeypatch.setattr(worker_group, "warm_up", lambda order: None)
     monkeypatch.setattr(worker_group, "wait_until_warm", refuse)
     made, workers = groups()
-    made.warm_up(Imports((), ()), lambda work: work())
+    made.warm_up(Imports((), ()), is_last=True)
+    made.wait_until_warm()
     made.start(wanted())
     assert workers.warm == [False] and "event=cold" in caplog.text
 

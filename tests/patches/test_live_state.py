@@ -119,6 +119,7 @@ def test_buffers_are_those_of_the_first_replica_and_all_get_them(
         ("groups", ["in several before"]),
         ("accumulation", ["1 of 2 micro-batches"]),
         ("memory", ["param/average"]),
+        ("master", ["master 0"]),
         ("degrees", ["sp=2"]),
         ("optimizer", ["RMSprop", "Adam"]),
     ],
@@ -129,6 +130,15 @@ def test_a_state_that_does_not_fit_or_is_not_known_is_refused_by_name(
     job = EngineJob(stage=1, config={"gradient_accumulation_steps": 2})
     (message,) = deepspeed_pool.run("deepspeed_state_checks:refused_state", [(job, fault)])
     assert all(word in message for word in named), message
+
+
+def test_what_a_step_leaves_is_kept_without_a_look_at_the_cuts_of_its_parameters(
+    deepspeed_pool: WorkerPool,
+) -> None:
+    """Each step does it."""
+    assert deepspeed_pool.run(
+        "deepspeed_state_checks:kept_without_cuts", [(EngineJob(world=2, stage=1),)] * 2
+    ) == [True, True]
 
 
 @pytest.mark.parametrize(

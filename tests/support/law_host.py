@@ -17,6 +17,7 @@ from scalai.core.messages.worker_messages import (
     AtBrink,
     AwaitFreeze,
     BeginSnapshot,
+    Imports,
     Publish,
     RankFrozen,
     RankStepped,
@@ -49,9 +50,14 @@ class LawHost:
     """A host of two workers, ``done`` are all its actions so far."""
 
     def __init__(
-        self, *, is_elastic: bool = True, drain_timeout_s: float = 9.0, hang_s: float = 0.0
+        self,
+        *,
+        is_elastic: bool = True,
+        drain_timeout_s: float = 9.0,
+        hang_s: float = 0.0,
+        cores: int = 1,
     ) -> None:
-        settings = HostSettings("a", is_elastic, drain_timeout_s, hang_s=hang_s)
+        settings = HostSettings("a", is_elastic, drain_timeout_s, hang_s=hang_s, cores=cores)
         self.state = HostState(settings, 2, now=100.0)
         self.done: list[Action] = []
         self.ranks = range(2)
@@ -160,6 +166,14 @@ class LawHost:
         """All workers make their first step."""
         for rank in self.ranks:
             self.ask(RankStepped(rank, number, 1, None))
+
+    def train_on(self, imports: Imports) -> None:
+        """The workers of a round that runs publish and step; one tells its imports."""
+        self.publish()
+        self.make_files()
+        self.obey(commands.Expect(1, 5))
+        for rank in self.ranks:
+            self.ask(RankStepped(rank, 1, 1, None if rank else imports))
 
     def train(self, ranks: int = 2, *, shared: bool = True, **begins: Any) -> MadeSlot:
         """Have a first round train, with files for the next snapshot."""

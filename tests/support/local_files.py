@@ -51,8 +51,9 @@ def localise(
             for stored in metadata.tensors
             for at, chunk in enumerate(stored.chunks)
         ]
-        for entry in tensors if edit is not None else ():
-            edit(entry.state)
+        if edit is not None:
+            for entry in tensors:
+                edit(entry.state)
         tree = {
             "common": {**common, "args": argparse.Namespace(**args)},
             "sharded_state_dict": {"all": tensors, "more": {"objects": [*_objects(objects)]}},

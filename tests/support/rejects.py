@@ -356,7 +356,7 @@ def argued(*paths: str, **arguments: Any) -> Damage:
 
     def damage(directory: Path) -> None:
         for file in [directory / path for path in paths] or directory.glob("*/*.pt"):
-            rewrite(file, lambda common, _: vars(common["args"]).update(arguments))
+            rewrite(file, lambda common, _: common["args"].__dict__.update(arguments))
 
     return damage
 

@@ -29,6 +29,7 @@ from scalai.core.messages.worker_messages import (
     AwaitRound,
     BeginSnapshot,
     Hello,
+    Imports,
     Publish,
     RankFailed,
     RankFinished,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from support.two_laws import World
 
 NONE = JsonText.of({})
+IMPORTS = Imports(("torch",), ("/",))
 
 
 Found = Event | list[Event] | None
@@ -138,6 +140,9 @@ class SimulatedHands:
                 return [events.Done(action, self.groups[number].newest())]
             case commands.Withdraw(number):
                 self.groups[number].proposed = self.groups[number].agreed = None
+            case actions.WarmUp(_, is_last):
+                if is_last:
+                    host.work.append(lambda: events.Done(action))
             case actions.Kill(number, ranks):
                 for rank in ranks:
                     self.groups[number].workers[rank].exit = -9
@@ -300,12 +305,13 @@ class SimulatedHands:
     def _request(self, number: int, worker: Worker) -> WorkerRequest:
         rank, host = worker.rank, self._host
         numbers = host.world.numbers(self.groups[number].world_size)
+        imports = IMPORTS if rank == min(self.groups[number].workers) else None
         if worker.doing == "proof":  # of a round beside the present one, perhaps
-            return RankStepped(rank, number, worker.step, None, numbers)
+            return RankStepped(rank, number, worker.step, imports, numbers)
         held = host.held_by(worker, number)
         match worker.doing.partition(" ")[0]:
             case "hello":
-                return Hello(rank, number)
+                return Hello(rank, number, imports)
             case "wait":
                 return AwaitRound(rank, number)
             case "publish":
@@ -318,7 +324,7 @@ class SimulatedHands:
                 found = [print_of(t, step + host.is_read_wrong(t.name)) for t in held.tensors]
                 return RankRestored(rank, number, np.array(found, np.uint64), {}, "restored")
             case "stepped":
-                return RankStepped(rank, number, worker.step, None, numbers)
+                return RankStepped(rank, number, worker.step, imports, numbers)
             case "start" | "stop" | "snapshot":
                 return BeginSnapshot(rank, number, worker.doing, worker.step)
             case "write":
@@ -384,7 +390,9 @@ class SimulatedHost:
         self.term = 0
         """Of the coordinator that it has joined last."""
         self.hands = SimulatedHands(self)
-        state = HostState(HostSettings(self.name, True, 120.0), self.slots, self.clock_s)
+        has_spare_cores = ord(self.name[0]) % 2 == 0
+        settings = HostSettings(self.name, True, 120.0, cores=64 if has_spare_cores else 1)
+        state = HostState(settings, self.slots, self.clock_s)
         self.agent = Agent(state, self.hands, Loop())
 
     # ------------------------------------------------------------------ the store

@@ -271,7 +271,7 @@ class LoadPlan:
     def _put_groups(self, masters: Sequence[Master]) -> None:
         put_steps(self.saved.steps, masters, self.engine.param_names)
         if self.saved.groups["of"]:  # elastic_checkpoint keeps none
-            groups = groups_of(masters, self.engine.param_names, vouched=False)
+            groups = groups_of(masters, self.engine.param_names)
             put_groups(self.saved.groups, groups)
 
 

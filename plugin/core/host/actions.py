@@ -120,9 +120,13 @@ class ShowStacks:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Start the fork server of later rounds with the imports of a script."""
+    """Have the fork server of later rounds import what a script has, and start it before.
+
+    ``is_last``: then it forks. Result, of the last one alone: None, also where it cannot fork.
+    """
 
     imports: Imports
+    is_last: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)

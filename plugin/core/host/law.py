@@ -132,6 +132,8 @@ def _done(step: Step, work: Action, result: events.Result) -> None:
     match work, result:
         case actions.StartGroup(workers), Standby() | None:
             rounds.group_started(step, workers.round, result)
+        case actions.WarmUp(), None:
+            rounds.warmed(step)
         case actions.EndGroup(number), int(newest):
             rounds.group_ended(step, number, newest)
         case commands.Agree(), None:
@@ -307,6 +309,7 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
                 call, current.workers, is_standby, at_brink, current.is_from_standby
             )
             step.do(answer)
+            rounds.joined(step, request)
         case AwaitRound():
             rounds.await_round(step, call, request)
         case Publish():

@@ -13,6 +13,7 @@ from scalai.core.host.standby import Standby
 from scalai.core.host.state import (
     Call,
     Finish,
+    ForkServer,
     Group,
     Models,
     RankModel,
@@ -28,6 +29,8 @@ from scalai.core.messages.worker_messages import (
     AtBrink,
     AwaitPieces,
     AwaitRound,
+    Hello,
+    Imports,
     Publish,
     RankFinished,
     RankRestored,
@@ -37,6 +40,8 @@ from scalai.core.tensors.collection import concatenate
 from scalai.core.tensors.fingerprint import distinct_pieces
 from scalai.core.tensors.holders import held_together
 
+SERVER_S = 60.0
+"""Longest wait of due workers for the fork server; then they import all themselves."""
 ENDED = "this round of workers has ended."
 UNHOOKED = (
     "THE SCRIPT TRAINS, BUT NOTHING CONNECTS IT TO THIS JOB: its state is not kept, and no change "
@@ -87,9 +92,10 @@ def start(step: Step, command: commands.Start) -> None:
 
 
 def _start_due(step: Step) -> None:
-    """Start due workers, once no older ones hold memory."""
+    """Start due workers, once no older ones hold memory and the fork server is there."""
     present, standby = step.round, step.state.standby
-    if step.state.ending:
+    is_due = any(r is not None and r.group is Group.DUE for r in (present, standby))
+    if not is_due or step.state.ending or _awaits_server(step):
         return
     if present is not None and present.group is Group.DUE:
         step.change_round(group=Group.RUNNING)
@@ -105,6 +111,44 @@ def _start_due(step: Step) -> None:
                 brink=models.brink,
             )
         )
+
+
+def _awaits_server(step: Step) -> bool:
+    """Whether due workers wait for imports that are under way. Their own would begin later, and
+    take the server's cores."""
+    server = step.state.server
+    if server is None or server.is_over:
+        return False
+    if server.awaited_since is None:
+        if not server.is_last:
+            _warm_up(step, server.imports, is_last=True)
+        server = replace(server, is_last=True, awaited_since=step.now)
+        step.change(server=server)
+        step.log(Level.INFO, "event=warming: the next workers wait for the fork server's imports")
+    assert server.awaited_since is not None
+    return step.now - server.awaited_since < SERVER_S
+
+
+def _warm_up(step: Step, imports: Imports, *, is_last: bool) -> None:
+    step.change(server=ForkServer(imports, is_last))
+    step.do(actions.WarmUp(imports, is_last))
+
+
+def joined(step: Step, hello: Hello) -> None:
+    """Start the fork server beside the first workers, if a core is free; else at their first
+    step."""
+    current = step.of(hello.round)
+    assert current is not None
+    has_free_core = step.state.settings.cores > len(current.ranks)
+    if hello.imports is not None and has_free_core and step.state.server is None:
+        _warm_up(step, hello.imports, is_last=False)
+
+
+def warmed(step: Step) -> None:
+    """The fork server has imported all, or cannot fork: then the next workers start cold."""
+    if step.state.server is not None:
+        step.change(server=replace(step.state.server, is_over=True))
+    _start_due(step)
 
 
 def group_started(step: Step, number: int, level: Standby | None = None) -> None:
@@ -192,7 +236,8 @@ def dismiss(step: Step, ended: Round) -> None:
 
 
 def poll(step: Step) -> None:
-    """Look for ended workers."""
+    """Look for ended workers, and for the end of a wait."""
+    _start_due(step)
     current, standby = step.round, step.state.standby
     if standby is not None and standby.has_group:
         step.do(actions.PollGroup(standby.number))
@@ -419,8 +464,9 @@ def proceed(step: Step) -> None:
 
 def stepped(step: Step, report: RankStepped) -> None:
     """Record a worker's first step of the round."""
-    if report.imports is not None:
-        step.do(actions.WarmUp(report.imports))
+    server = step.state.server
+    if report.imports is not None and (server is None or not server.is_last):
+        _warm_up(step, report.imports, is_last=True)
     if proof_step.told(step, report) or not step.is_present(report.round):
         return
     current = step.present()

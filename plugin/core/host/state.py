@@ -17,6 +17,7 @@ from scalai.core.messages.shared import JsonText, Shared
 from scalai.core.messages.worker_messages import (
     AtBrink,
     BeginSnapshot,
+    Imports,
     RankRestored,
     RankSnapshot,
     ReadOrder,
@@ -392,6 +393,7 @@ class HostSettings:
         drain_timeout_s: Limit for writing at a stop, and for a host's leave.
         exit_grace_s: Limit for workers to exit after writing.
         hang_s: Time without a step that counts as a hang; 0: never.
+        cores: Processor cores of the host.
     """
 
     host: str
@@ -399,6 +401,25 @@ class HostSettings:
     drain_timeout_s: float
     exit_grace_s: float = 10.0
     hang_s: float = 0.0
+    cores: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServer:
+    """The server that forks workers of later rounds with a script's imports.
+
+    Attributes:
+        imports: What it has been told to import.
+        is_last: It forks after these; else a worker is on its way to its first step, and imports
+            more.
+        is_over: It forks, or is done without.
+        awaited_since: When due workers began to wait for it.
+    """
+
+    imports: Imports
+    is_last: bool
+    is_over: bool = False
+    awaited_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +467,7 @@ class HostState:
         expelled: Rounds ended without this host; its next join may bring their sealed snapshots.
         is_rejoining: The host joins again once its workers are gone.
         last_round: Highest known round number.
+        server: The fork server; None: not started.
         remembered: The job's record for the next coordinator.
     """
 
@@ -465,6 +487,7 @@ class HostState:
     is_rejoining: bool = False
     finish: Finish = field(default_factory=Finish)
     last_round: int = 0
+    server: ForkServer | None = None
     remembered: Shared[Remembered] | None = None
     exit: int | None = None
 

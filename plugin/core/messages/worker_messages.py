@@ -140,10 +140,11 @@ class AtBrink:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Request[Welcome]):
-    """A worker's first message."""
+    """A worker's first message. ``imports``: from one rank per host."""
 
     rank: int
     round: int
+    imports: "Imports | None" = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)

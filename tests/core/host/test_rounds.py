@@ -14,7 +14,7 @@ from scalai.core.host.events import (
     PiecesHere,
     RestorePlanned,
 )
-from scalai.core.host.rounds import ENDED
+from scalai.core.host.rounds import ENDED, SERVER_S
 from scalai.core.host.standby import Standby
 from scalai.core.messages import commands, reports
 from scalai.core.messages.shared import JsonText
@@ -28,7 +28,6 @@ from scalai.core.messages.worker_messages import (
     RankFinished,
     RankRefused,
     RankRestored,
-    RankStepped,
     RankUnhooked,
     ReadOrder,
     Source,
@@ -375,7 +374,7 @@ def test_a_failure_of_workers_is_told_of_once() -> None:
     host.train()
     host.over(1, "rank 1 was killed by SIGKILL", is_chance=True)
     host.fail(actions.StartGroup, "and no room")
-    host.feed(Failed(actions.WarmUp(Imports((), ())), "and no file"))
+    host.feed(Failed(actions.WarmUp(Imports((), ()), True), "and no file"))
     assert (failed := host.failure()) is not None and failed.is_chance
 
 
@@ -403,11 +402,60 @@ def test_a_script_that_nothing_connects_is_told_of_once_and_may_connect_itself()
     assert host.reports()[1] == reports.Hooked(1)
 
 
-def test_imports_of_a_first_step_warm_the_fork_server() -> None:
+FIRST, ALL = Imports(("torch",), ()), Imports(("torch", "json"), ())
+
+
+@pytest.mark.parametrize(("cores", "early"), [(2, []), (3, [actions.WarmUp(FIRST, False)])])
+def test_the_fork_server_imports_beside_the_first_workers_where_a_core_is_spare(
+    cores: int, early: list[actions.WarmUp]
+) -> None:
+    host = LawHost(cores=cores)
+    host.begin()
+    for rank, imports in enumerate([FIRST, None]):
+        host.ask(Hello(rank, 1, imports))
+    assert host.all(actions.WarmUp) == early
+    host.train_on(ALL)
+    assert host.all(actions.WarmUp) == [*early, actions.WarmUp(ALL, True)]
+
+
+@pytest.mark.fault
+def test_a_change_waits_for_imports_under_way_and_makes_none_beside_them() -> None:
     host = LawHost()
     host.begin()
-    host.ask(RankStepped(0, 1, 1, Imports(("torch",), ())))
-    assert host.all(actions.WarmUp) == [actions.WarmUp(Imports(("torch",), ()))]
+    host.train_on(ALL)
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.tick()
+    assert [start.workers.round for start in host.all(actions.StartGroup)] == [1]
+    host.succeed(actions.WarmUp)
+    host.tick()
+    assert [start.workers.round for start in host.all(actions.StartGroup)] == [1, 2]
+
+
+@pytest.mark.fault
+def test_a_round_before_the_first_step_waits_for_the_imports_known_so_far() -> None:
+    host = LawHost(cores=8)
+    host.begin()
+    host.ask(Hello(0, 1, FIRST))
+    host.over(1, "rank 1 was killed by SIGKILL")
+    host.obey(commands.Stop(1, has_written=False))
+    host.succeed(actions.EndGroup, 0)
+    host.obey(start(2, 0, 2))
+    expected = [actions.WarmUp(FIRST, False), actions.WarmUp(FIRST, True)]
+    assert host.all(actions.WarmUp) == expected and len(host.all(actions.StartGroup)) == 1
+    host.succeed(actions.WarmUp)
+    assert len(host.all(actions.StartGroup)) == 2
+
+
+@pytest.mark.fault
+def test_an_import_that_hangs_holds_up_a_change_for_a_while_only() -> None:
+    host = LawHost()
+    host.begin()
+    host.train_on(ALL)
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.tick(SERVER_S - 1)
+    assert len(host.all(actions.StartGroup)) == 1
+    host.tick(2)
+    assert len(host.all(actions.StartGroup)) == 2
 
 
 # ---------------------------------------------------------------------- commits

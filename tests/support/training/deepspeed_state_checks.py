@@ -1,14 +1,17 @@
 """Facts about the live state of a DeepSpeed job, on its ranks."""
 
 import json
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed import masters
 from scalai.patches.deepspeed.unsupported import refuse_unsupported
 from support.training.deepspeed_jobs import Job
 from support.training.live_checks import built
@@ -41,6 +44,9 @@ def refused_state(rank: int, store: dist.Store, job: Job, fault: str) -> str:
                 scalars["groups"]["of"][name] = "another"
             elif fault == "memory":
                 engine.module.average = engine.module.average + 1
+            elif fault == "master":
+                masters_here = engine.optimizer.single_partition_of_fp32_groups
+                masters_here[0] = masters_here[0].clone()
             fixed = {"sp": 2 if fault == "degrees" else 1}
             state.load_scalars({"deepspeed": scalars, "fixed_degrees": fixed})
             engine.micro_steps += fault == "accumulation"
@@ -48,6 +54,20 @@ def refused_state(rank: int, store: dist.Store, job: Job, fault: str) -> str:
         except RefusedError as error:
             return str(error)
         return "not refused"
+
+
+def kept_without_cuts(rank: int, store: dist.Store, job: Job) -> bool:
+    """Return whether the state of a step is kept, and has what ``scalars`` has, without a look at
+    how parameters are cut."""
+    with built("tiny_deepspeed", job, rank, store) as training, ExitStack() as stack:
+        state = training.state()
+        state.slots()
+        training.train(range(1))
+        expected = state.scalars()
+        for name in ("offset_in", "partitioned"):
+            stack.enter_context(mock.patch.object(masters, name, side_effect=AssertionError))
+        kept, _ = state.keep()()
+        return bool(kept == expected)
 
 
 def refusal(rank: int, store: dist.Store, zero: dict[str, Any], values: dict[str, Any]) -> str:
