@@ -136,12 +136,15 @@ def _warm_up(step: Step, imports: Imports, *, is_last: bool) -> None:
 
 def joined(step: Step, hello: Hello) -> None:
     """Start the fork server beside the first workers, if a core is free; else at their first
-    step."""
+    step, or when other workers are due before."""
     current = step.of(hello.round)
     assert current is not None
-    has_free_core = step.state.settings.cores > len(current.ranks)
-    if hello.imports is not None and has_free_core and step.state.server is None:
+    if hello.imports is None or step.state.server is not None:
+        return
+    if step.state.settings.cores > len(current.ranks):
         _warm_up(step, hello.imports, is_last=False)
+    else:
+        step.change(server=ForkServer(hello.imports, is_last=False))
 
 
 def warmed(step: Step) -> None:

@@ -409,9 +409,9 @@ class ForkServer:
     """The server that forks workers of later rounds with a script's imports.
 
     Attributes:
-        imports: What it has been told to import.
-        is_last: It forks after these; else a worker is on its way to its first step, and imports
-            more.
+        imports: What a worker has imported.
+        is_last: The server forks after these; else the worker is on its way to its first step, and
+            imports more.
         is_over: It forks, or is done without.
         awaited_since: When due workers began to wait for it.
     """
@@ -467,7 +467,7 @@ class HostState:
         expelled: Rounds ended without this host; its next join may bring their sealed snapshots.
         is_rejoining: The host joins again once its workers are gone.
         last_round: Highest known round number.
-        server: The fork server; None: not started.
+        server: The fork server; None: no worker has told its imports.
         remembered: The job's record for the next coordinator.
     """
 

@@ -432,15 +432,18 @@ def test_a_change_waits_for_imports_under_way_and_makes_none_beside_them() -> No
 
 
 @pytest.mark.fault
-def test_a_round_before_the_first_step_waits_for_the_imports_known_so_far() -> None:
-    host = LawHost(cores=8)
+@pytest.mark.parametrize(("cores", "early"), [(2, []), (8, [actions.WarmUp(FIRST, False)])])
+def test_a_round_before_the_first_step_waits_for_the_imports_known_so_far(
+    cores: int, early: list[actions.WarmUp]
+) -> None:
+    host = LawHost(cores=cores)
     host.begin()
     host.ask(Hello(0, 1, FIRST))
     host.over(1, "rank 1 was killed by SIGKILL")
     host.obey(commands.Stop(1, has_written=False))
     host.succeed(actions.EndGroup, 0)
     host.obey(start(2, 0, 2))
-    expected = [actions.WarmUp(FIRST, False), actions.WarmUp(FIRST, True)]
+    expected = [*early, actions.WarmUp(FIRST, True)]
     assert host.all(actions.WarmUp) == expected and len(host.all(actions.StartGroup)) == 1
     host.succeed(actions.WarmUp)
     assert len(host.all(actions.StartGroup)) == 2
