@@ -16,7 +16,12 @@ from scalai.converters import pickles
 from scalai.converters.bounded import open_regular
 from scalai.converters.opening import file_inside
 from scalai.converters.pickles import Foreign, SealedClass, foreign
-from scalai.converters.torch_archive import MAX_PICKLE_BYTES, MAX_VALUE_BYTES, check_members
+from scalai.converters.torch_archive import (
+    MAX_PICKLE_BYTES,
+    MAX_VALUE_BYTES,
+    StoredTensor,
+    check_members,
+)
 from scalai.converters.zip_members import is_archive
 from scalai.core.errors import LayoutError, RefusedError, ScalaiError
 from scalai.core.tensors.collection import MAX_NDIM
@@ -46,10 +51,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a key's tensor and its archive."""
+    """A box of a key's tensor and its archive.
+
+    ``stored``: its elements, where the archive has more than this box; None: the archive says.
+    """
 
     box: Box
     extent: Extent
+    stored: StoredTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class _Place(metaclass=SealedClass):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.key = str(state["fqn"])
         offset = state.get("offset")
-        self.offset = None if offset is None else _sizes(offset)
+        self.offset = None if offset is None else sizes_of(offset)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Place):
@@ -151,29 +160,18 @@ def _metadata(value: Any, directory: Path) -> Metadata:
             objects[key] = _stored(stored, key, None, directory)
             continue
         state = entry.state
-        shape = _sizes(state["size"])
+        shape = sizes_of(state["size"])
         dtype = _dtype(state["properties"].state, key, directory)
-        if len(shape) > MAX_NDIM or min(shape, default=0) < 0:
-            raise RefusedError(f"{directory}/.metadata: {key} has shape {list(shape)}.")
+        check_shape(f"{directory}/.metadata", key, shape)
         chunks = []
         for chunk in state["chunks"]:
-            offset, extent = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
-            if not _is_inside(offset, extent, shape):
-                raise LayoutError(
-                    f"{directory}/.metadata: a chunk of {key} at {list(offset)} of shape "
-                    f"{list(extent)} reaches outside of {list(shape)}. Use another checkpoint."
-                )
-            chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
-        # A missing layer would be no hole: its tensors would not exist.
-        held = sum(box.numel for box in {chunk.box for chunk in chunks})
-        if held < prod(shape):
-            raise LayoutError(
-                f"{directory}/.metadata: nobody holds {prod(shape) - held} of the {prod(shape)} "
-                f"elements of {key}. The checkpoint is incomplete: use another one."
-            )
+            box = Box(sizes_of(chunk.state["offsets"]), sizes_of(chunk.state["sizes"]))
+            check_box(f"{directory}/.metadata", key, box, shape)
+            chunks.append(Chunk(box, _stored(stored, key, box.offset, directory)))
         tensors.append(StoredKey(key, shape, dtype, tuple(chunks)))
+        check_held(f"{directory}/.metadata", tensors[-1])
     flat = {
-        key: _sizes(data["nd_reformulated_orig_global_shape"])
+        key: sizes_of(data["nd_reformulated_orig_global_shape"])
         for key, data in (value.state.get("mcore_data") or {}).items()
         if data.get("nd_reformulated_orig_global_shape")
     }
@@ -193,11 +191,35 @@ def _paths(data: Any) -> dict[str, ObjectPath]:
     }
 
 
-def _is_inside(offset: Index, extent: Index, shape: Index) -> bool:
-    if not len(offset) == len(extent) == len(shape):
-        return False
-    places = zip(offset, extent, shape, strict=True)
-    return all(low >= 0 and size >= 0 and low + size <= full for low, size, full in places)
+def check_shape(where: str, key: str, shape: Index) -> None:
+    """Raise ``RefusedError`` for a shape that no tensor has."""
+    if len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+        raise RefusedError(f"{where}: {key} has shape {list(shape)}.")
+
+
+def check_box(where: str, key: str, box: Box, shape: Index) -> None:
+    """Raise ``LayoutError`` if a chunk does not lie in its tensor."""
+    is_inside = len(box.offset) == len(box.shape) == len(shape) and all(
+        low >= 0 and size >= 0 and low + size <= full
+        for low, size, full in zip(box.offset, box.shape, shape, strict=True)
+    )
+    if not is_inside:
+        raise LayoutError(
+            f"{where}: a chunk of {key} at {list(box.offset)} of shape {list(box.shape)} reaches "
+            f"outside of {list(shape)}. Use another checkpoint."
+        )
+
+
+def check_held(where: str, stored: StoredKey) -> None:
+    """Raise ``LayoutError`` if elements are nowhere: a missing layer would be no hole among the
+    tensors, it would not exist."""
+    count = prod(stored.shape)
+    held = sum(box.numel for box in {chunk.box for chunk in stored.chunks})
+    if held < count:
+        raise LayoutError(
+            f"{where}: nobody holds {count - held} of the {count} elements of {stored.key}. The "
+            "checkpoint is incomplete: use another one."
+        )
 
 
 def _stored(
@@ -239,7 +261,7 @@ def _dtype(properties: Any, key: str, directory: Path) -> str:
     return FROM_TORCH[name]
 
 
-def _sizes(value: Any) -> Index:
+def sizes_of(value: Any) -> Index:
     """Return a ``torch.Size``, or the plain tuple in its place (Megatron-FSDP's chunks)."""
     if isinstance(value, Foreign):
         return tuple(int(size) for size in value.args[0]) if value.args else ()

@@ -1,8 +1,7 @@
 """Unreadable layouts, known by their files: their names, and the way out.
 
 Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.19.0), checkpoint.py of
-torchtitan, utils/fsdp_utils.py of Accelerate 1.15, local checkpointing of nvidia-resiliency-ext,
-peft and NeMo 2.
+torchtitan, utils/fsdp_utils.py of Accelerate 1.15, peft and NeMo 2.
 """
 
 from collections.abc import Callable
@@ -37,10 +36,6 @@ def is_fsdp_dtensor(directory: Path) -> bool:
 
 def _is_interrupted(path: Path) -> bool:
     return _names_all(path, b"common_state/shard_0_1")
-
-
-def _is_local(path: Path) -> bool:
-    return any(path.glob("iter_*_local.pt")) or any(path.glob("*/iter_*_local.pt"))
 
 
 def _has_pickled_weights(path: Path) -> bool:
@@ -84,11 +79,6 @@ _KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
         is_megatron_dcp,
         "It was saved by Megatron with --ckpt-format torch_dcp, which is not read. Load it in "
         "Megatron and save it with --ckpt-format torch_dist",
-    ),
-    (
-        _is_local,
-        "It is a local checkpoint of nvidia-resiliency-ext, which belongs to the ranks that wrote "
-        "it. Resume from it in Megatron and save a global one",
     ),
     (
         lambda path: any(path.glob("model_world_size_*_rank_*.pt")),

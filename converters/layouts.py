@@ -16,6 +16,7 @@ from scalai.converters.deepspeed.zero_layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text, torch_file_text
 from scalai.converters.generation_layout import PARTS, GenerationLayout
 from scalai.converters.megatron.fsdp_dtensor import FsdpDtensorLayout
+from scalai.converters.megatron.local_files import LocalLayout
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import LAYER_WISE, TorchLegacyLayout
 from scalai.converters.opening import check_opened
@@ -24,11 +25,13 @@ from scalai.converters.wrappers import find_wrapped
 from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 from scalai.core.tensors.collection import split_name
 
+LOCAL = LocalLayout()
 LAYOUTS: Sequence[CheckpointLayout] = (
     GenerationLayout(),
     TorchDistLayout(),
     TorchLegacyLayout(),
     FsdpDtensorLayout(),
+    LOCAL,
     DcpLayout(),
     *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
     DeepSpeedPlainLayout(),
@@ -36,6 +39,9 @@ LAYOUTS: Sequence[CheckpointLayout] = (
     SafetensorsLayout(),
 )
 """In the order of detection."""
+
+READ_ALONE = {LOCAL.name: TorchDistLayout().name}
+"""Layouts that are not written, and those written by default in their place."""
 
 _UNFIT = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
@@ -70,12 +76,12 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         raise UsageError(f"{path} does not exist. Name a checkpoint's directory.")
     layout, note = find_layout(path), ""
     if layout is None:
-        inside = _wrapped(path)
-        if inside is None:
+        wrapped = _wrapped(path)
+        if wrapped is None:
             raise RefusedError(unknown_text(path))
-        note = f"found in {path}: {inside.relative_to(path)}"
-        path, layout = inside, find_layout(inside)
-        assert layout is not None
+        inside, layout = wrapped
+        note = f"found in {path}: {inside.relative_to(path)}" if inside != path else ""
+        path = inside
     checkpoint = _read(layout, path, options or ReadOptions())
     return replace(checkpoint, notes=(note, *checkpoint.notes)) if note else checkpoint
 
@@ -89,9 +95,9 @@ def has_checkpoint(path: Path) -> bool:
     return find_layout(path) is not None or _wrapped(path) is not None
 
 
-def _wrapped(path: Path) -> Path | None:
-    """Return the one checkpoint below a directory that is none; None: there is none, or the
-    directory is known for something else.
+def _wrapped(path: Path) -> tuple[Path, CheckpointLayout] | None:
+    """Return the one checkpoint below a directory that is none, or the directory itself if it has
+    hosts' local files; None: there is none, or the directory is known for something else.
 
     Raises:
         RefusedError: There are several.
@@ -99,6 +105,8 @@ def _wrapped(path: Path) -> Path | None:
     if not path.is_dir() or foreign_text(path) or _lost_tag(path) or _no_index(path):
         return None
     found = find_wrapped(path, lambda of: getattr(find_layout(of), "name", None))
+    if len(found) > 1 and set(found.values()) == {LOCAL.name}:
+        return path, LOCAL
     if len(found) > 1:
         named = [f"{of.relative_to(path)} ({name})" for of, name in found.items()]
         more = f" and {len(named) - 8} more" if len(named) > 8 else ""
@@ -106,7 +114,7 @@ def _wrapped(path: Path) -> Path | None:
             f"{path} holds {len(found)} checkpoints: {', '.join(named[:8])}{more}. Name one of "
             "them."
         )
-    return next(iter(found), None)
+    return next(((of, layout_named(name)) for of, name in found.items()), None)
 
 
 def unknown_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from scalai.converters.between.reference import read_reference
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.engine import WHOLE, Conversion, Limits, table_bytes_of
 from scalai.converters.journal import RunPart
-from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.layouts import READ_ALONE, layout_named, open_checkpoint
 from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.megatron.modules import expert_of
 from scalai.converters.merging import merged, with_model_files
@@ -31,7 +31,7 @@ class ReshardRequest:
     Attributes:
         degrees: Degrees of the target by axis; an axis without one keeps the source's.
         read: Options for the source.
-        layout: Name of the target's layout; None: the source's.
+        layout: Name of the target's layout; None: the source's, or that in its place.
         is_split: Whether ranks will share the optimizer's state; None: as in the source.
         args_from: Another checkpoint of the target's job, or a TOML file about it.
         mapping: Name or path of another framework's names.
@@ -83,7 +83,7 @@ def prepare(request: ReshardRequest) -> PreparedReshard:
     found = open_checkpoint(request.source, replace(request.read, order=order))
     if request.adapter is not None:
         found = merged(found, request.adapter)
-    layout = layout_named(request.layout or found.layout)
+    layout = layout_named(request.layout or READ_ALONE.get(found.layout, found.layout))
     mapping = named_mapping(request.mapping) if request.mapping else None
     wanted = TargetRequest(
         layout.name, mapping, reference, request.repad, request.degrees.get("tp")

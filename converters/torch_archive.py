@@ -379,6 +379,11 @@ def lay_out_archive(value: Any, name: str = "archive") -> ArchiveLayout:
     tensors: list[NewTensor] = []
 
     def reduce(obj: Any) -> Any:
+        if isinstance(obj, StoredTensor):
+            raise RefusedError(
+                f"a tensor {obj.dtype}{list(obj.shape)} lies within an object of a class, where "
+                "none is carried. Save without it."
+            )
         if not isinstance(obj, NewTensor):
             return None
         tensors.append(obj)

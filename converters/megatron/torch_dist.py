@@ -72,17 +72,12 @@ from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron.torch_dist_writer import LINKS, SCHEDULER
 from scalai.converters.opening import MAX_PIECES
-from scalai.converters.torch_archive import (
-    NewTensor,
-    StoredTensor,
-    read_archive,
-    with_content,
-)
+from scalai.converters.torch_archive import StoredTensor, read_archive, read_archive_bytes
 from scalai.converters.wrappers import step_above
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
+from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import Box, Index, flat_range, whole
-from scalai.store.files import map_file
 
 _CARRIED = {
     "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
@@ -151,7 +146,7 @@ class TorchDistLayout:
         common = read_common(directory, metadata.objects, trust=options.trust_pickle)
         stored = {key: at for key, at in metadata.objects.items() if key != COMMON_OBJECT}
         objects = read_objects(directory, stored)
-        return _TorchDistReader(directory, metadata, common, objects, options.trust_pickle).read()
+        return TorchDistReader(directory, metadata, common, objects, options.trust_pickle).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
@@ -159,14 +154,20 @@ class TorchDistLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchDistReader:
-    """One checkpoint during its reading."""
+class TorchDistReader:
+    """One checkpoint during its reading.
+
+    Attributes:
+        objects: Archives of objects by key.
+        replicas: Second copies of chunks, under the same keys.
+    """
 
     directory: Path
     metadata: Metadata
     kept: Common
     objects: Mapping[str, bytes]
     trust: bool
+    replicas: tuple[StoredKey, ...] = ()
     begins: dict[tuple[Extent, str, Index], tuple[int, Index, int]] = field(default_factory=dict)
 
     @property
@@ -194,6 +195,12 @@ class _TorchDistReader:
                 weights[stored.key] = stored.dtype
         pieces = [piece for stored in model for piece in self._pieces(PARAM, stored.key, stored)]
         duplicates: list[FilePiece] = []
+        for stored in self.replicas:
+            state = _STATE.fullmatch(stored.key)
+            kind, key = (state[1], state[2]) if state else (PARAM, stored.key)
+            if kind in _MASTERS:
+                kind = PARAM if stored.dtype == weights.get(key) else MAIN
+            duplicates.extend(self._pieces(kind, key, stored))
         for kind, key, stored in moments:
             if key not in weights:
                 raise RefusedError(
@@ -241,7 +248,8 @@ class _TorchDistReader:
             )
 
     def _files(self) -> list[CheckpointFile]:
-        names = {chunk.extent.file for tensor in self.metadata.tensors for chunk in tensor.chunks}
+        stored = (*self.metadata.tensors, *self.replicas)
+        names = {chunk.extent.file for tensor in stored for chunk in tensor.chunks}
         return [
             CheckpointFile(name, (self.directory / name).stat().st_size) for name in sorted(names)
         ]
@@ -294,6 +302,8 @@ class _TorchDistReader:
 
     def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
         """Return the byte of a chunk's first element in its file, its strides and item size."""
+        if chunk.stored is not None:
+            return chunk.stored.begin, chunk.stored.stride, ITEM_BYTES[chunk.stored.dtype]
         place = chunk.extent, stored.dtype, chunk.box.shape
         if place not in self.begins:
             self.begins[place] = self._archive_begin(stored, chunk)
@@ -310,7 +320,7 @@ class _TorchDistReader:
                 f"{value!r} lies at byte {extent.begin}. Files of two checkpoints are mixed: use "
                 "another one."
             )
-        return value.begin, value.stride, NewTensor(value.dtype, (1,)).size_bytes
+        return value.begin, value.stride, ITEM_BYTES[value.dtype]
 
     def _bucket_groups(self) -> tuple[Mapping[str, Any], ...]:
         """Return the parameter groups of a dp_reshardable checkpoint, objects there."""
@@ -324,10 +334,8 @@ class _TorchDistReader:
         return tuple(groups)
 
     def _object(self, key: str) -> Any:
-        extent = self.metadata.objects[key]
-        path = self.directory / extent.file
-        value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
-        value = with_content(value, map_file(path))
+        path = self.directory / self.metadata.objects[key].file
+        value = read_archive_bytes(self.objects[key], path, trust=self.trust)
         return value[0] if isinstance(value, list) else value
 
     def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:

@@ -16,7 +16,7 @@ from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.checksums import Checked
 from scalai.converters.engine import Conversion
 from scalai.converters.journal import RunPart
-from scalai.converters.layouts import LAYOUTS
+from scalai.converters.layouts import LAYOUTS, READ_ALONE
 from scalai.converters.reshard_request import AXES, ReshardRequest, prepare
 from scalai.launch.config.sizes import parse_size, size_text, worker_number
 from scalai.launch.program import show
@@ -27,7 +27,7 @@ TIME_PER_BYTE_S = 1 / 4e8
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command's parser."""
-    names = ", ".join(layout.name for layout in LAYOUTS)
+    names = ", ".join(layout.name for layout in LAYOUTS if layout.name not in READ_ALONE)
     parser = subparsers.add_parser(
         "reshard",
         help="turn a checkpoint into one for other degrees, or of another layout",

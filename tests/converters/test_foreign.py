@@ -54,7 +54,6 @@ MEGATRON = "checkpoint_version", "num_floating_point_operations_so_far"
     [
         (with_keys("common_state/shard_0_1"), r"there is no metadata\.json\. Use an older one"),
         (with_keys(*MEGATRON), "--ckpt-format torch_dcp.*--ckpt-format torch_dist"),
-        (with_files("iter_0000003_0_local.pt"), "nvidia-resiliency-ext.*save a global one"),
         (with_files("adapter_config.json", "adapter_model.safetensors"), "PEFT.*--merge-adapter"),
         (with_files("pytorch_model-00001-of-00002.bin"), "save_pretrained, which writes"),
         (with_files("weights/.metadata", "context/model.yaml"), "NeMo 2"),

@@ -221,6 +221,41 @@ def test_the_newest_form_of_a_default_save_goes_on(pool: WorkerPool, tmp_path: P
     check(runs, load(pool, new, tmp_path / "converted"), BF16)
 
 
+@pytest.mark.parametrize(
+    ("fields", "form", "algorithm"),
+    [
+        pytest.param({**BUCKETS, **GATED, **HALF, **TP2DP2}, FLAT, "fully_parallel", id="buckets"),
+        *(
+            pytest.param(fields, form, algorithm, id=name, marks=pytest.mark.campaign)
+            for name, fields, form, algorithm in (
+                ("atomic-buckets", {**SPLIT, **PP2DP2}, FLAT, "atomic"),
+                ("whole", {**HALF, **TP2DP2}, WHOLE, "fully_parallel"),
+                ("atomic-whole", TP2DP2, WHOLE, "atomic"),
+                ("experts", {**MOE, **BUCKETS, **EP2DP2}, FLAT, "fully_parallel"),
+                ("virtual", {**SPLIT, **VPP2}, FLAT, "fully_parallel"),
+            )
+        ),
+    ],
+)
+def test_local_files_hold_what_a_global_checkpoint_of_the_step_does(
+    pool: WorkerPool, tmp_path: Path, fields: Fields, form: str, algorithm: str
+) -> None:
+    job, local = Job(**fields), tmp_path / "local"
+    save(pool, job, tmp_path / "saved", form, local=(algorithm, str(local)))
+    check_local(local, tmp_path / "saved")
+    convert(local, tmp_path / "new", Job(**{**fields, **ONE}))
+    assert list(compare(open_checkpoint(local), open_checkpoint(tmp_path / "new"), 0)) == []
+
+
+def check_local(local: Path, saved: Path) -> None:
+    one, two = open_checkpoint(local), open_checkpoint(saved)
+    verify(one, workers=0)
+    assert list(compare(one, two, 0)) == [] and one.notes == two.notes
+    for name in ("step", "degrees", "is_split", "scheduler", "param_groups", "counters"):
+        assert getattr(one.values, name) == getattr(two.values, name)
+    assert one.values.extra["objects"].keys() == two.values.extra["objects"].keys()
+
+
 def test_a_live_job_goes_on_from_a_converted_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     old, new = Job(**{**BUCKETS, **DP2, "precision": "bf16"}), Job(**TP2, precision="bf16")
     uninterrupted = save(pool, old, tmp_path / "saved", FLAT)
@@ -445,3 +480,13 @@ def test_flat_ranges_of_an_older_megatron_core_go_on_in_the_installed_one(
 ) -> None:  # fmt: skip
     old, new = Job(**{**model, **before}), Job(**{**model, **after})
     go_on(tmp_path, old, "fully_sharded_model_space", new, older_pool, pool, tolerance)
+
+
+@pytest.mark.campaign
+def test_flat_ranges_in_local_files_of_an_older_megatron_core(
+    older_pool: WorkerPool, tmp_path: Path
+) -> None:
+    local = "fully_parallel", str(tmp_path / "local")
+    job = Job(**{**SPLIT, **GATED, **TP2DP2})
+    save(older_pool, job, tmp_path / "saved", "fully_sharded_model_space", local=local)
+    check_local(tmp_path / "local", tmp_path / "saved")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import PARAM
-from scalai.converters.layouts import LAYOUTS
+from scalai.converters.layouts import LAYOUTS, READ_ALONE
 from scalai.converters.reshard_request import PreparedReshard, ReshardRequest, prepare
 from scalai.core.errors import ScalaiError
 from scalai.core.tensors.collection import Tensor, split_name
 from support.checkpoints import GPT_ARGUMENTS, GPT_GROUPS, carry, state
 from support.gpt_shapes import GROUPS, HEADS, llama
+from support.local_files import localise
 
 PAGE = Path(__file__).parents[2] / "docs" / "offline.md"
 BEGIN = "<!-- Made by `python tests/support/layout_page.py`: -->\n"
@@ -45,12 +46,15 @@ def page() -> str:
 
 
 def _lines(directory: Path) -> Iterator[str]:
-    names = [layout.name for layout in LAYOUTS if layout.name not in ALIKE]
+    known = [layout.name for layout in LAYOUTS if layout.name not in ALIKE]
+    names = [name for name in known if name not in READ_ALONE]
     sources = _sources(directory, names)
+    localise(sources["torch_dist"], directory / "megatron_local")
+    sources["megatron_local"] = directory / "megatron_local"
     yield "| from \\ to | " + " | ".join(f"`{name}`" for name in names) + " |"
     yield "|---" * (len(names) + 1) + "|"
     reasons: dict[str, int] = {}
-    for name in names:
+    for name in known:
         cells = [_cell(sources[name], to, directory, reasons) for to in names]
         yield f"| `{name}` | " + " | ".join(cells) + " |"
     yield ""

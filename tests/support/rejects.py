@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.dcp_metadata import Chunk, Extent, StoredKey, read_metadata, write_metadata
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.pickles import foreign
 from scalai.converters.torch_archive import NewTensor, content_of, lay_out_archive
 from scalai.core.fields import digest_of
 from scalai.core.tensors.region import Box
@@ -44,6 +46,7 @@ from support.damage import (
     rewrite_zip,
     write_view,
 )
+from support.local_files import localise, rewrite
 
 ITEMS = {
     "path": "files outside of the checkpoint: absolute, by .., by a link",
@@ -326,6 +329,119 @@ TORCH_DIST = [
         "calls torch.utils.collect_env.run, which no",
     ),
     OF_THE_REPORT, SPOILT, NAN,
+]  # fmt: skip
+
+# Megatron's local files, of 2 ranks.
+LOCAL = "1/iter_0000003_1_local.pt"
+
+
+def write_local(directory: Path, source: Checkpoint | None = None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "whole"), source=source, tp=2)
+        localise(Path(folder, "whole"), directory)
+
+
+def local_entry(key: str = EMBEDDING, path: str = LOCAL, at: int = -1, **fields: Any) -> Damage:
+    """Change the last entry of a key, or another of them."""
+    return on(
+        lambda file: rewrite(
+            file, lambda _, entries: [e for e in entries if e["key"] == key][at].update(fields)
+        ),
+        path,
+    )
+
+
+def argued(*paths: str, **arguments: Any) -> Damage:
+    """Change arguments in some files, or in all."""
+
+    def damage(directory: Path) -> None:
+        for file in [directory / path for path in paths] or directory.glob("*/*.pt"):
+            rewrite(file, lambda common, _: common["args"].__dict__.update(arguments))
+
+    return damage
+
+
+def copy_other(directory: Path) -> None:
+    """Put another session's file of rank 1 beside rank 0's."""
+    shutil.copy(directory / LOCAL, directory / "0")
+    local_entry(NORM, data=NANS)(directory)
+
+
+def with_nan_everywhere(directory: Path) -> None:
+    def change(_: Any, entries: list[dict[str, Any]]) -> None:
+        for of in entries:
+            if of["key"].endswith(NORM) and "exp_avg" not in of["key"]:
+                of["data"] = NANS if of["data"] is not None else None
+
+    for file in directory.glob("*/*.pt"):
+        rewrite(file, change)
+
+
+def of_local(step: int) -> Damage:
+    """Put in a rank's file of another step, whose settings say step 3."""
+
+    def damage(directory: Path) -> None:
+        source = state(step=step)
+        source = replace(source, values=replace(source.values, step=3, scheduler={"num_steps": 3}))
+        write_local(directory.parent / "other", source)
+        shutil.copy(directory.parent / "other" / LOCAL, directory / LOCAL)
+
+    return damage
+
+
+def rot_of(directory: Path) -> None:
+    piece = next(
+        p for p in map(open_checkpoint(directory).placed.piece, range(1000))
+        if p.tensor.name == f"exp_avg/{EMBEDDING}" and p.box.offset != (0, 0)
+    )  # fmt: skip
+    data = np.memmap(directory / piece.file, np.uint8, "r+")
+    data[piece.begin] ^= 1
+    data.flush()
+
+
+NANS = NewTensor("F32", (4,), np.full(4, np.nan, np.float32).tobytes())
+MEGATRON_LOCAL = [
+    Reject("path", on(link_outside, LOCAL), "is a link to outside of the checkpoint"),
+    Reject("dtype", on(make_complex, LOCAL), "of an unknown kind"),
+    Reject("dtype", local_entry(dtype=foreign("torch", "complex64")), "is of dtype"),
+    Reject("shape", local_entry(global_shape=(-8, 4)), "has shape [-8, 4]"),
+    Reject("shape", local_entry(global_offset=(6, 0)), "reaches outside of [8, 4]"),
+    Reject("shape", local_entry(prepend_axis_num=1 << 60), "has shape [4, 4] of [8, 4]"),
+    Reject("shape", local_entry(local_shape=(4, 2)), "F32[4, 2] by its entry"),
+    Reject("hole", local_entry(data=None), "nobody holds 16 of the 32 elements of embedding.word"),
+    Reject(
+        "overlap",
+        local_entry(
+            global_offset=(3, 0), local_shape=(5, 4), data=NewTensor("F32", (5, 4), bytes(80))
+        ),
+        "overlap without being replicas",
+    ),
+    Reject(
+        "duplicate",
+        copy_other,
+        "differ, and each is of rank 1 at iteration 3",
+    ),
+    Reject("missing file", lost("1"), "iteration 3 lacks rank 1"),
+    Reject(
+        "extra file", copied(LOCAL, "0/iter_0000003_7_local.pt"), "the job had 2 ranks",
+    ),
+    Reject("truncated", cut(LOCAL, 1), "lacks rank 1 ("),
+    Reject("bomb", on(compress, LOCAL), "is compressed; torch stores plainly"),
+    Reject("count", argued(world_size=1 << 40), "its job had 1099511"),
+    Reject("digest", replaced(LOCAL, b"iteration", b"iterbtion"), "Bad CRC-32"),
+    Reject("digest", rot_of, "are not what their CRC-32 was taken of", 4),
+    Reject(
+        "iterations", on(lambda file: rewrite(file, lambda common, _: common.update(iteration=5)),
+                         LOCAL),
+        "is of iteration 5 and rank 1 by its content",
+    ),
+    Reject("iterations", of_local(7), "files of two checkpoints are mixed", 4),
+    Reject("world", argued(world_size=3), "lacks rank 2"),
+    Reject("suspect", with_nan_everywhere, "nothing but NaN", 0),
+    Reject("run", argued(LOCAL, seed=8), "differ in seed: they are of two jobs"),
+    Reject("version", on(age, LOCAL), "is of version 99 of torch's format"),
+    Reject("setting", argued(world_size="two"), "job had 'two' ranks"),
+    Reject("code", on(plant, LOCAL), "os.system, which no checkpoint"),
 ]  # fmt: skip
 
 # Megatron's legacy layout, of 2 tensor-parallel ranks by 2 stages.
@@ -980,6 +1096,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "experts-zero0": lambda path: write(path, "deepspeed_zero0", experts_state(), dp=2, ep=2),
     "experts-zero2": lambda path: write(path, "deepspeed_zero2", experts_state(), dp=4, ep=2),
     "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
+    "megatron_local": write_local,
     "dcp": lambda path: write(path, "dcp", dp=2),
     "dcp-alone": write_dcp_alone,
     "fsdp_dtensor": write_fsdp_dtensor,
@@ -1003,6 +1120,7 @@ TABLE: dict[str, tuple[list[Reject], dict[str, str]]] = {
         TORCH,
         {"setting": "arguments travel as they are; their degrees are the files'", "run": NO_JOB},
     ),
+    "megatron_local": (MEGATRON_LOCAL, {}),
     "deepspeed_zero0": (
         ZERO_0,
         {

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, tensor_aware_state_dict
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -48,11 +48,13 @@ def train_save_train(
     directory: str,
     sharding: str,
     has_file: bool = True,
+    local: tuple[str, str] | None = None,
 ) -> Run:
     """Train, save, train on without interruption.
 
     It is a fully parallel save, Megatron's default. ``has_file``: what ranks have in common is in
-    ``common.pt``; else among the shards, as megatron-core 0.19 and later have it.
+    ``common.pt``; else among the shards, as megatron-core 0.19 and later have it. ``local``: also
+    save local files, by this algorithm, below this directory.
     """
     training = Training(job, rank, store, SEED)
     training.train(BEFORE)
@@ -73,14 +75,16 @@ def train_save_train(
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), group
     )
-    tensors = _sharded(training, dict(metadata), is_loading=False)
-    state = {
-        **tensors,
+    common = {
         "opt_param_scheduler": training.scheduler.state_dict(),
         "iteration": AFTER.start,
         "checkpoint_version": 3.0,
         "args": arguments_of(job),
     }
+    if local is not None:
+        tree = {**_sharded(training, dict(metadata), is_loading=False), **common}
+        _save_local(tree, rank, *local)
+    state = {**_sharded(training, dict(metadata), is_loading=False), **common}
     if not has_file:
         state = _with_common_object(state, metadata, rank)
     try:
@@ -111,6 +115,20 @@ def load_train(rank: int, store: dist.Store, job: Job, directory: str) -> Run:
     training.scheduler.load_state_dict(state["opt_param_scheduler"])
     assert state["iteration"] == AFTER.start
     return train_to_the_end(training)
+
+
+def _save_local(tree: dict[str, Any], rank: int, algorithm: str, directory: str) -> None:
+    """Save a rank's file as ``LocalCheckpointManager`` of nvidia-resiliency-ext does. That need not
+    be installed: no name of it is in the file."""
+    vars(tensor_aware_state_dict)["HAVE_NVRX"] = True
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state, _ = tensor_aware_state_dict.MCoreTensorAwareStateDict.from_state_dict(
+        tree, algo=algorithm, parallelization_group=group
+    )
+    state.copy_tensors_to_cpu()
+    path = Path(directory, str(rank), f"iter_{AFTER.start:07d}_{rank}_local.pt")
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
 
 
 def _with_common_object(state: dict[str, Any], metadata: Any, rank: int) -> dict[str, Any]:

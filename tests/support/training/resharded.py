@@ -16,17 +16,23 @@ the legacy layout."""
 
 
 def save(
-    pool: WorkerPool, job: Job, directory: Path, sharding: str, *, has_file: bool = True
+    pool: WorkerPool,
+    job: Job,
+    directory: Path,
+    sharding: str,
+    *,
+    has_file: bool = True,
+    local: tuple[str, str] | None = None,
 ) -> Any:
     """Train, save below ``directory`` as Megatron-LM would, train on; return what each rank saw.
 
-    ``has_file``: as for ``train_save_train``.
+    ``has_file``, ``local``: as for ``train_save_train``.
     """
     iteration = directory / f"iter_{AFTER.start:07d}"
     if sharding == LEGACY:
         runs = pool.run("legacy_worker:train_save_train", [(job, str(iteration))] * job.world)
     else:
-        arguments = [(job, str(iteration), sharding, has_file)] * job.world
+        arguments = [(job, str(iteration), sharding, has_file, local)] * job.world
         runs = pool.run("checkpoint_worker:train_save_train", arguments)
     (directory / "latest_checkpointed_iteration.txt").write_text(str(AFTER.start))
     return runs
