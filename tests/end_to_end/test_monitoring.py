@@ -75,9 +75,11 @@ def test_machines_read_what_becomes_of_a_job(tmp_path: Path) -> None:
             ),
             "the loss is counted",
         )
+        agents.wait_until(  # gauges are of the last look at the job
+            lambda: scrape(agents)["scalai_hosts", (("state", "training"),)] == 1, "one host trains"
+        )
         found = scrape(agents)
         assert found["scalai_failures_total", (("kind", "host"),)] == 1
-        assert found["scalai_hosts", (("state", "training"),)] == 1
         assert found["scalai_stopped_seconds_total", (("reason", "infrastructure_recovery"),)] > 0
         assert found["scalai_training_seconds_total", ()] > 0
         agents.wait_until(lambda: scrape(agents)["scalai_steps_total", ()] > 0, "steps are seen")

@@ -117,6 +117,8 @@ class SimulatedHands:
                 self.groups[workers.round] = Group(made, workers.placement.world_size)
                 level = Standby.BRINK if workers.round % 2 else Standby.MODELS
                 return [events.Done(action, level if action.is_standby else None)]
+            case actions.BeginGroup(number):
+                assert number in self.groups, "only started workers begin their round"
             case actions.EndGroup(number):
                 newest = self.groups.pop(number).newest()
                 host.is_spoilt &= not host.has_spoilt

@@ -67,13 +67,13 @@ def _heard(step: Step, workers: commands.Workers) -> None:
 
 
 def start(step: Step, command: commands.Start) -> None:
-    """Begin a round, with its standby workers if there are any. Missing standby workers are a
+    """Begin a round, with its standby workers if they have started. Missing standby workers are a
     failure."""
     _heard(step, command.workers)
     if step.round is not None and step.round.is_ending:
         _gone(step, step.round, 0)
     standby, number = step.state.standby, command.workers.round
-    if standby is not None and standby.number == number:
+    if standby is not None and standby.number == number and standby.has_group:
         step.change(round=standby, standby=None)
         step.change_round(command=command, awaiting={})
         step.do(actions.BeginGroup(number))

@@ -450,6 +450,22 @@ def test_a_round_before_the_first_step_waits_for_the_imports_known_so_far(
 
 
 @pytest.mark.fault
+def test_a_round_that_begins_before_its_standby_has_started_starts_then() -> None:
+    host = LawHost()
+    host.begin()
+    host.train_on(ALL)
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.over(1, "rank 1 was killed by SIGKILL")
+    host.obey(commands.Stop(1, has_written=False))
+    host.succeed(actions.EndGroup, 0)
+    host.obey(start(2, 0, 2))
+    assert not host.all(actions.BeginGroup) and len(host.all(actions.StartGroup)) == 1
+    host.succeed(actions.WarmUp)
+    (_, late) = host.all(actions.StartGroup)
+    assert (late.workers.round, late.is_standby) == (2, False)
+
+
+@pytest.mark.fault
 def test_an_import_that_hangs_holds_up_a_change_for_a_while_only() -> None:
     host = LawHost()
     host.begin()
