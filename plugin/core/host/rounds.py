@@ -67,15 +67,18 @@ def _heard(step: Step, workers: commands.Workers) -> None:
 
 
 def start(step: Step, command: commands.Start) -> None:
-    """Begin a round, with its standby workers if they have started. Missing standby workers are a
-    failure."""
+    """Begin a round, with its standby workers if there are any. Missing standby workers are a
+    failure; those that are due start with it."""
     _heard(step, command.workers)
     if step.round is not None and step.round.is_ending:
         _gone(step, step.round, 0)
     standby, number = step.state.standby, command.workers.round
-    if standby is not None and standby.number == number and standby.has_group:
+    if standby is not None and standby.number == number:
         step.change(round=standby, standby=None)
         step.change_round(command=command, awaiting={})
+        if not standby.has_group:
+            _start_due(step)
+            return
         step.do(actions.BeginGroup(number))
         group_started(step, number)
         for _, call in sorted(standby.awaiting.items()):

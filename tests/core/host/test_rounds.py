@@ -450,19 +450,20 @@ def test_a_round_before_the_first_step_waits_for_the_imports_known_so_far(
 
 
 @pytest.mark.fault
-def test_a_round_that_begins_before_its_standby_has_started_starts_then() -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_round_that_begins_before_its_standby_has_started_starts_then(is_built: bool) -> None:
     host = LawHost()
     host.begin()
     host.train_on(ALL)
     host.obey(commands.Build(workers(2, 0, 2)))
-    host.over(1, "rank 1 was killed by SIGKILL")
     host.obey(commands.Stop(1, has_written=False))
     host.succeed(actions.EndGroup, 0)
-    host.obey(start(2, 0, 2))
+    host.obey(start(2, 0, 2, is_built=is_built))
     assert not host.all(actions.BeginGroup) and len(host.all(actions.StartGroup)) == 1
     host.succeed(actions.WarmUp)
     (_, late) = host.all(actions.StartGroup)
     assert (late.workers.round, late.is_standby) == (2, False)
+    assert host.failure() is None
 
 
 @pytest.mark.fault
