@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     if not words:
         raise UsageError("name the command behind --: scalai background -- COMMAND")
     folder = (args.store_dir or default_store_dir()) / check_job(args.job)
-    steps = Steps(folder)
+    steps = WorkerSteps(folder)
     if (at := steps.look(time.monotonic())) is None:
         raise PeerError(f"no worker of job {args.job!r} trains on this host (looked in {folder}).")
     parent, ends = os.getpid(), list[int]()
@@ -93,10 +93,12 @@ def _run(args: argparse.Namespace) -> int:
         )
     except OSError as error:
         raise UsageError(f"{words[0]} cannot be started: {error.strerror}.") from error
-    return Held(process, steps, seen(Background(args.slowdown), time.monotonic(), *at)).until(ends)
+    return HeldCommand(
+        process, steps, seen(Background(args.slowdown), time.monotonic(), *at)
+    ).until(ends)
 
 
-class Steps:
+class WorkerSteps:
     """Steps of a job's workers on this host, by their control pages."""
 
     def __init__(self, folder: Path) -> None:
@@ -128,10 +130,12 @@ class Steps:
                     self._pages[path] = ControlPage(path)
 
 
-class Held:
+class HeldCommand:
     """A command that is stopped and continued, until its end."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", steps: Steps, state: Background) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", steps: WorkerSteps, state: Background
+    ) -> None:
         self._process, self._steps, self._state = process, steps, state
         self._is_stopped = False
         self._ran_s = self._credit_s = 0.0
