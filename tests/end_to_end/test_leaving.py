@@ -27,10 +27,11 @@ def send_to_all(agents: Agents, number: int) -> None:
             process.send_signal(number)
 
 
-def check_drained(agents: Agents) -> None:
+def check_drained(agents: Agents, *, has_begun: bool = True) -> None:
     """The job has ended in order: no step was lost, and there is no traceback."""
     assert agents.exit_code("a") == 75, agents.logs()
-    agents.check_each_once()
+    if has_begun or agents.lines():
+        agents.check_each_once()
     agents.wait_until(lambda: not agents.family(), "all processes are gone")
     log = (agents.folder / "a.log").read_text()
     assert "Traceback" not in log and "leaked" not in log, log
@@ -73,7 +74,7 @@ def test_a_signal_while_the_fork_server_starts_leaves_no_traceback(tmp_path: Pat
             lambda: any("forkserver" in str(command_of(p)) for p in agents.family()), "it is there"
         )
         send_to_all(agents, signal.SIGINT)
-        check_drained(agents)
+        check_drained(agents, has_begun=False)  # it may import beside the first worker
 
 
 @pytest.mark.campaign
