@@ -190,7 +190,10 @@ class HeldCommand:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
-            self._process.wait()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("event=stuck pid=%d: the kernel has not ended it", self._process.pid)
 
     def _signal(self, number: int) -> None:
         """Signal the command's group, also where the command itself has left it."""
