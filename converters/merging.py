@@ -91,9 +91,9 @@ class _Adapter:
             )
         path = file_inside(directory, ADAPTER, CONFIG)
         adapter, data = cls(directory, config), map_file(path)
-        for name, entry in read_header(path, path.stat().st_size):
+        for entry in read_header(path, path.stat().st_size):
             bits = np.ndarray(entry.shape, bits_dtype(entry.dtype), data, entry.begin)
-            own = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+            own = entry.name.removeprefix(PREFIX).replace(".base_layer.", ".")
             adapter.tensors[own] = entry.dtype, bits
         adapter.check()
         return adapter

@@ -38,7 +38,7 @@ from scalai.core.tensors.collection import Tensor
 from scalai.core.tensors.dtypes import ITEM_BYTES
 from scalai.core.tensors.region import whole
 from scalai.store.atomic import replace_file
-from scalai.store.files import LENGTH_BYTES, entries_of, header_bytes, header_of
+from scalai.store.files import LENGTH_BYTES, HeaderEntry, entries_of, header_bytes, header_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
@@ -46,16 +46,6 @@ FILE_BYTES = 5_000_000_000
 HEADER_ALIGNMENT = 8
 
 _NUMBERED = re.compile(r"model-(\d{1,9})-of-(\d{1,9})\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
-    """A tensor of a file."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +61,8 @@ class SafetensorsLayout:
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         entries, files = _read_entries(path)
         pieces = [
-            FilePiece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
-            for name, e in entries.items()
+            FilePiece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), file, e.begin)
+            for name, (file, e) in entries.items()
         ]
         values = Values(step=_step(path), degrees={}, framework="", extra={CONFIG: _config(path)})
         return Checkpoint(self.name, path, place(pieces, files), values, notes=tuple(_notes(path)))
@@ -163,8 +153,8 @@ def _lay_out(
     return files, fixed, pieces, weight_map
 
 
-def _read_entries(path: Path) -> tuple[dict[str, HeaderEntry], list[CheckpointFile]]:
-    """Return all tensors by name, and the files.
+def _read_entries(path: Path) -> tuple[dict[str, tuple[str, HeaderEntry]], list[CheckpointFile]]:
+    """Return all tensors by name, each with its file's name, and the files.
 
     Raises:
         RefusedError: A file is missing or damaged, or the index names another tensor.
@@ -182,23 +172,23 @@ def _read_entries(path: Path) -> tuple[dict[str, HeaderEntry], list[CheckpointFi
         if not isinstance(name, str) or Path(name).name != name:
             raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
     _check_names(path, names)
-    entries: dict[str, HeaderEntry] = {}
+    entries: dict[str, tuple[str, HeaderEntry]] = {}
     files = []
     for name in names:
         size = file_inside(path, name, INDEX).stat().st_size
         files.append(CheckpointFile(name, size))
-        for key, entry in read_header(path / name, size):
-            if key in entries:
+        for entry in read_header(path / name, size):
+            if entry.name in entries:
                 raise RefusedError(
-                    f"{key} is in {path / name} and in {entries[key].file}. Files of two "
-                    "checkpoints are mixed: copy them again."
+                    f"{entry.name} is in {path / name} and in {entries[entry.name][0]}. Files of "
+                    "two checkpoints are mixed: copy them again."
                 )
-            entries[key] = entry
+            entries[entry.name] = name, entry
     if weight_map is not None:
         wrong = [
             key
             for key in sorted(weight_map.keys() | entries.keys())
-            if key not in entries or entries[key].file != weight_map.get(key)
+            if key not in entries or entries[key][0] != weight_map.get(key)
         ]
         if wrong:
             raise RefusedError(
@@ -225,18 +215,19 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def read_header(path: Path, size: int) -> Iterator[tuple[str, HeaderEntry]]:
+def read_header(path: Path, size: int) -> Iterator[HeaderEntry]:
     """Yield the tensors of one file, checked; unknown dtypes are refused."""
     try:
         with open(path, "rb") as file:
             text = file.read(header_bytes(file.read(LENGTH_BYTES), size))
-        for name, dtype, shape, begin in entries_of(text, size):
-            if dtype not in ITEM_BYTES:
+        for entry in entries_of(text, size):
+            if entry.dtype not in ITEM_BYTES:
                 raise RefusedError(
-                    f"{name!r} of {path} is of dtype {dtype!r}, which is not converted: it is none "
-                    f"of {', '.join(ITEM_BYTES)}. Leave it out, or save it as one of these."
+                    f"{entry.name!r} of {path} is of dtype {entry.dtype!r}, which is not "
+                    f"converted: it is none of {', '.join(ITEM_BYTES)}. Leave it out, or save it "
+                    "as one of these."
                 )
-            yield name, HeaderEntry(path.name, dtype, shape, begin)
+            yield entry
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_memory_short(error) or isinstance(error, RefusedError):
             raise

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import Checkpoint, CheckpointTarget, ReadOptions, WriteOptions
+from scalai.converters.dcp_files import StoredArchives
 from scalai.converters.dcp_metadata import (
     Chunk,
     Extent,
@@ -321,7 +322,8 @@ def _read(
     common = {key: with_content(value, data) for key, value in first.common.items()}
     metadata, replicas = united.metadata()
     kept = Common(common, COMMON_FILE)
-    reader = TorchDistReader(path, metadata, kept, united.archives, trust, replicas)
+    archives = StoredArchives(path, trust)
+    reader = TorchDistReader(archives, metadata, kept, united.archives, replicas)
     checkpoint = reader.read()
     return replace(checkpoint, layout=NAME, notes=(*notes, *checkpoint.notes))
 

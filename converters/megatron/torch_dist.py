@@ -17,7 +17,7 @@ Source: megatron/core/dist_checkpointing of 0.16.1 and megatron/training/checkpo
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.dcp_files import StoredArchives
 from scalai.converters.dcp_metadata import (
     Chunk,
-    Extent,
     Metadata,
     StoredKey,
     read_metadata,
@@ -72,12 +72,12 @@ from scalai.converters.megatron.model_limits import check_model
 from scalai.converters.megatron.modules import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron.torch_dist_writer import LINKS, SCHEDULER
 from scalai.converters.opening import MAX_PIECES
-from scalai.converters.torch_archive import StoredTensor, read_archive, read_archive_bytes
+from scalai.converters.torch_archive import read_archive_bytes
 from scalai.converters.wrappers import step_above
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.dtypes import ITEM_BYTES
-from scalai.core.tensors.region import Box, Index, flat_range, whole
+from scalai.core.tensors.region import Box, flat_range, whole
 
 _CARRIED = {
     "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
@@ -146,7 +146,8 @@ class TorchDistLayout:
         common = read_common(directory, metadata.objects, trust=options.trust_pickle)
         stored = {key: at for key, at in metadata.objects.items() if key != COMMON_OBJECT}
         objects = read_objects(directory, stored)
-        return TorchDistReader(directory, metadata, common, objects, options.trust_pickle).read()
+        archives = StoredArchives(directory, options.trust_pickle)
+        return TorchDistReader(archives, metadata, common, objects).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> CheckpointTarget:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
@@ -162,13 +163,15 @@ class TorchDistReader:
         replicas: Second copies of chunks, under the same keys.
     """
 
-    directory: Path
+    archives: StoredArchives
     metadata: Metadata
     kept: Common
     objects: Mapping[str, bytes]
-    trust: bool
     replicas: tuple[StoredKey, ...] = ()
-    begins: dict[tuple[Extent, str, Index], tuple[int, Index, int]] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        return self.archives.directory
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -304,23 +307,7 @@ class TorchDistReader:
         """Return the byte of a chunk's first element in its file, its strides and item size."""
         if chunk.stored is not None:
             return chunk.stored.begin, chunk.stored.stride, ITEM_BYTES[chunk.stored.dtype]
-        place = chunk.extent, stored.dtype, chunk.box.shape
-        if place not in self.begins:
-            self.begins[place] = self._archive_begin(stored, chunk)
-        return self.begins[place]
-
-    def _archive_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
-        extent = chunk.extent
-        path = self.directory / extent.file
-        value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
-        is_it = isinstance(value, StoredTensor) and value.dtype == stored.dtype
-        if not is_it or value.shape != chunk.box.shape:
-            raise RefusedError(
-                f"{path}: {stored.key} is {stored.dtype}{list(chunk.box.shape)} by .metadata, but "
-                f"{value!r} lies at byte {extent.begin}. Files of two checkpoints are mixed: use "
-                "another one."
-            )
-        return value.begin, value.stride, ITEM_BYTES[value.dtype]
+        return *self.archives.begin(stored, chunk), ITEM_BYTES[stored.dtype]
 
     def _bucket_groups(self) -> tuple[Mapping[str, Any], ...]:
         """Return the parameter groups of a dp_reshardable checkpoint, objects there."""
@@ -335,7 +322,7 @@ class TorchDistReader:
 
     def _object(self, key: str) -> Any:
         path = self.directory / self.metadata.objects[key].file
-        value = read_archive_bytes(self.objects[key], path, trust=self.trust)
+        value = read_archive_bytes(self.objects[key], path, trust=self.archives.trust)
         return value[0] if isinstance(value, list) else value
 
     def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:

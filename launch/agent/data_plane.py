@@ -68,22 +68,28 @@ class ReadRankStates:
 class Fetch:
     """Ask for parts of pieces of a committed generation of ``host``.
 
-    Rows ``row`` [parts] of its manifest; boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in
-    elements, right-aligned. ``is_checked``: first compare partly requested pieces with the
-    committed state; the requester can compare whole ones itself.
+    Rows ``row`` [parts] of its manifest, with the ``fingerprint`` [parts] of each whole piece:
+    found damage renumbers them. Boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in elements,
+    right-aligned. ``is_checked``: first compare partly requested pieces with the committed state;
+    the requester can compare whole ones itself.
     """
 
     host: str
     generation: int
     row: npt.NDArray[np.int64]
+    fingerprint: npt.NDArray[np.uint64]
     offset: npt.NDArray[np.int64]
     shape: npt.NDArray[np.int64]
     is_checked: bool = False
 
     def __post_init__(self) -> None:
         boxes = {self.offset.shape, self.shape.shape}
-        if self.row.ndim != 1 or boxes != {(len(self.row), MAX_NDIM)}:
-            raise ValueError(f"rows of shape {self.row.shape} with boxes of {sorted(boxes)}")
+        is_list = self.row.ndim == 1 and self.fingerprint.shape == self.row.shape
+        if not is_list or boxes != {(len(self.row), MAX_NDIM)}:
+            raise ValueError(
+                f"rows of shape {self.row.shape} with fingerprints of {self.fingerprint.shape} and "
+                f"boxes of {sorted(boxes)}"
+            )
 
 
 Request = ReadPieces | ReadRankStates | Fetch
@@ -215,12 +221,14 @@ class DataPlaneServer:
             collection = rows.manifest.collection
             parts, cut = list[Bits](), set[int]()
             # Everything is checked before the first byte, so a refusal is still possible.
-            columns = (request.row, request.offset, request.shape)
-            for row, offset, shape in zip(*(each.tolist() for each in columns), strict=True):
-                if not 0 <= row < len(collection):
+            columns = (request.row, request.fingerprint, request.offset, request.shape)
+            held = rows.manifest.fingerprint
+            for row, stated, offset, shape in zip(*(c.tolist() for c in columns), strict=True):
+                if not 0 <= row < len(collection) or held[row] != stated:
                     raise StoreError(
-                        f"piece {row} of generation {generation} is asked for; host "
-                        f"{rows.manifest.host!r} has {len(collection)}. Plan again."
+                        f"piece {row} of generation {generation} is asked for with fingerprint "
+                        f"{stated:016x}; host {rows.manifest.host!r} has {len(collection)} pieces, "
+                        "and another one there. Plan again."
                     )
                 skip = MAX_NDIM - len(collection.tensors[collection.tensor[row]].shape)
                 parts.append(rows.part(row, Box(tuple(offset[skip:]), tuple(shape[skip:]))))
@@ -283,6 +291,7 @@ class DataPeer:
         self,
         generation: int,
         row: Columns,
+        stated: npt.NDArray[np.uint64],
         pieces: Collection,
         path: Path,
         begin: Columns,
@@ -295,6 +304,7 @@ class DataPeer:
         Args:
             generation: Number of a generation committed there.
             row: Rows of the pieces in the host's manifest, [parts].
+            stated: Fingerprints of these whole pieces there, [parts].
             pieces: Box of each piece, [parts].
             path: Path of an existing file, long enough.
             begin: Start of each part in the file, row-major, in bytes [parts].
@@ -303,15 +313,22 @@ class DataPeer:
                 state; a part has no fingerprint of its own.
 
         Raises:
-            StoreError: The generation is not committed there, a box is outside its piece, or the
-                file cannot be written.
+            StoreError: The file cannot be written.
             DamageError: The host finds a damaged piece.
-            PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. The
-                file's content is then undefined; fetch again, or from another host.
+            PeerError: The peer is dead, silent, not of this job, does not hold a piece, or a block
+                arrives damaged. The file's content is then undefined; fetch again, or from another
+                host.
         """
         with self._connect() as framed:
-            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape, is_checked)
-            _ask(framed, asked, Parts)
+            asked = Fetch(
+                self.host, generation, row, stated, pieces.offset, pieces.shape, is_checked
+            )
+            try:
+                _ask(framed, asked, Parts)
+            except DamageError:
+                raise
+            except StoreError as error:
+                raise PeerError(str(error)) from error
             try:
                 sizes = pieces.size_bytes().tolist()
                 return _receive(framed, sizes, path, begin.tolist(), arrived)

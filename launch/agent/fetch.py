@@ -14,7 +14,6 @@ import numpy.typing as npt
 from scalai.core.errors import (
     DamageError,
     LayoutError,
-    MemoryShortError,
     MismatchError,
     PeerError,
     ScalaiError,
@@ -56,7 +55,7 @@ from scalai.store.moves import (
     in_batches,
     read_orders,
 )
-from scalai.store.parts import Extras, summary_bytes
+from scalai.store.parts import Extras, Staged, summary_bytes
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +139,8 @@ def prepare_restore(
     Args:
         start: The coordinator's command, with sources.
         wants: Pieces for each new worker of this host, by global rank.
-        hand: Takes ``RestorePlanned``, then ``PiecesHere``; several threads call it.
+        hand: Takes ``RestorePlanned``, then ``PiecesHere``, and ``Grown`` before an error; several
+            threads call it.
         arrived: Callback for bytes from other hosts; several threads call it.
 
     Raises:
@@ -176,9 +176,17 @@ def prepare_restore(
         hand(events.PiecesHere(round, by_rank))
 
     reached("move")
-    moved = bring(
-        store, listed, parts, targets, placement.group, planned, extras, token, arrived, came=came
-    )
+    moved = Brought()
+    try:
+        bring(
+            store, listed, parts, targets, placement.group, planned, extras, token, arrived, moved,
+            came=came,
+        )  # fmt: skip
+    except (ScalaiError, OSError, MemoryError):
+        if moved.grown is not None and listed.generation in store.generations():
+            # It stays, and the coordinator can use it, and drop it.
+            hand(Grown(summary_bytes(store.manifest(listed.generation))))
+        raise
     if moved.grown is not None:
         log.info(
             "event=moved round=%d bytes=%d unchanged_bytes=%d files=%d took_s=%.3f",
@@ -257,10 +265,11 @@ def bring(
     extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
+    brought: Brought,
     *,
     came: Callable[[Mapping[int, ReadOrder]], None] | None = None,
     expect: Callable[[int], None] = lambda count: None,
-) -> Brought:
+) -> None:
     """Bring this host's missing target pieces of a generation into its store. Blocks.
 
     After a failure of hosts the rest is planned anew without them, since replicas may help.
@@ -271,14 +280,16 @@ def bring(
         hosts: All hosts doing so now, this one included; each asks another replica.
         planned: Plan from ``parts`` for ``targets`` (``plan_from``).
         extras: Values to store with the pieces.
-        arrived: Callback for arriving bytes; several threads call it.
+        arrived: Callback for arriving bytes; several threads call it. Raises ``StoreError`` once
+            they are not needed any more.
+        brought: Takes what has come, also before an error.
         came: Callback for orders to read each batch, by index of the target; several threads call
             it. None: for other hosts' sake; leaves room for this host's own next snapshot.
         expect: Callback for the expected bytes, before they arrive.
 
     Raises: As ``prepare_restore``.
     """
-    brought, missing = Brought(), Missing.all_of(targets)
+    missing = Missing.all_of(targets)
     while True:  # ends: each turn leaves out a host
         lists = fetch_lists(planned, parts.all, store.host)
         if came is None:
@@ -289,7 +300,7 @@ def bring(
         batches = [lists] * bool(lists) if came is None else in_batches(lists, BATCH_BYTES)
         try:
             at_once(fetching.take, batches, threads=min(len(batches), BATCHES_AT_ONCE))
-            return brought
+            return
         except (PeerError, DamageError):
             if not fetching.gone:
                 raise
@@ -325,6 +336,7 @@ class _Fetching:
         hand: Takes each arrived batch; None: replicas.
         here: Arrived lists.
         gone: Failed hosts, with the reason.
+        is_adopted: This host has a part of the generation, or had one.
     """
 
     store: HostStore
@@ -338,6 +350,7 @@ class _Fetching:
     brought: Brought
     here: list[Fetched] = field(default_factory=list)
     gone: dict[str, PeerError | DamageError] = field(default_factory=dict)
+    is_adopted: bool = False
     receiving: threading.Lock = field(default_factory=threading.Lock)
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
@@ -347,13 +360,13 @@ class _Fetching:
         store, number = self.store, self.listed.generation
         pieces = concatenate([asked.pieces for asked in lists])
         staged = store.stage(pieces)
-        fetched, first = [], 0
-        for asked in lists:
-            begins = staged.begins[first : first + len(asked.pieces)]
-            fetched.append(Fetched(asked, staged.path, begins))
-            first += len(asked.pieces)
-        given = {host: part.pieces for host, part in self.others.items()}
         try:
+            fetched, first = [], 0
+            for asked in lists:
+                begins = staged.begins[first : first + len(asked.pieces)]
+                fetched.append(Fetched(asked, staged.path, begins))
+                first += len(asked.pieces)
+            given = {host: part.pieces for host, part in self.others.items()}
             stated = stated_fingerprints(lists, given)
             copied = store.copy_unchanged(number, staged, stated, lambda: self.arrived(0))
             left, due = _without(fetched, copied)
@@ -368,18 +381,10 @@ class _Fetching:
             found[left] = staged.fingerprints(left)
             check_arrived(lists, given, found)
             reached("moved")
-            store.adopt_empty(first_part(store.host, self.listed))
-            grown = store.extend(number, staged, self.extras, found)
-        except (ScalaiError, OSError):
+            grown = self._keep(staged, found)
+        except (ScalaiError, OSError, MemoryError):
             store.unstage(staged)
             raise
-        except MemoryError as error:
-            store.unstage(staged)
-            raise MemoryShortError(
-                f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
-                f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit "
-                "of its container)."
-            ) from error
         kept = store.generation_directory(number) / grown.files[-1].name
         fetched = [Fetched(each.asked, kept, each.begin) for each in fetched]
         sizes, brought = pieces.size_bytes(), self.brought
@@ -392,6 +397,16 @@ class _Fetching:
         if self.hand is not None:
             self.hand(fetched)
 
+    def _keep(self, staged: Staged, fingerprints: npt.NDArray[np.uint64]) -> HostManifest:
+        """Make a compared file a part of the generation. A generation that was dropped meanwhile is
+        not made anew: nobody would drop it again."""
+        with self.mutex:
+            self.arrived(0)
+            if not self.is_adopted:
+                self.store.adopt_empty(first_part(self.store.host, self.listed))
+                self.is_adopted = True
+        return self.store.extend(self.listed.generation, staged, self.extras, fingerprints)
+
     def _receive(self, entry: Fetched) -> None:
         asked, most_s = entry.asked, DEFAULT_TIMEOUT_S
         part = self.others[asked.host]
@@ -399,8 +414,9 @@ class _Fetching:
             most_s = _patience_s(asked, part.pieces)
         peer = DataPeer(part.address, self.token, asked.host, most_s)
         try:
+            stated = part.pieces.fingerprint[asked.row]
             peer.fetch(
-                self.listed.generation, asked.row, asked.pieces, entry.path, entry.begin,
+                self.listed.generation, asked.row, stated, asked.pieces, entry.path, entry.begin,
                 self.arrived, is_checked=self.hand is None,
             )  # fmt: skip
         except (PeerError, DamageError) as error:

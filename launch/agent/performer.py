@@ -430,8 +430,9 @@ class Performer:
         def safely() -> list[Event]:
             try:
                 return work()
-            except (ScalaiError, OSError) as error:
-                return [Failed(action, f"{what}: {error}")]
+            except (ScalaiError, OSError, MemoryError) as error:
+                reason = str(error) or "the agent's memory ran out"
+                return [Failed(action, f"{what}: {reason}")]
 
         self._hands.lanes.run(lane, what, safely, self._feed_all)
 

@@ -34,7 +34,7 @@ from scalai.core.tensors.replica_pace import (
 )
 from scalai.core.tensors.replicas import to_keep
 from scalai.launch.agent.data_plane import DataPeer
-from scalai.launch.agent.fetch import bring, plan_from, suspected
+from scalai.launch.agent.fetch import Brought, bring, plan_from, suspected
 from scalai.launch.agent.sources import KnownParts, ask_parts, first_part, own_part
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
@@ -268,10 +268,11 @@ def _keep(
     states = _states(command, host, frozenset(wards), token)
     targets = [Holder(host, wanted)]
     planned = plan_from(parts, targets, ring.hosts)
-    moved = bring(
+    moved = Brought()
+    bring(
         store, listed, parts, targets, ring.hosts, planned,
         Extras(mapped(listed.scalars.value(), "scalars"), states, (), parts.committed),
-        token, arrived, expect=expect,
+        token, arrived, moved, expect=expect,
     )  # fmt: skip
     grown, unchanged = moved.grown, moved.unchanged_bytes
     if grown is None and states:

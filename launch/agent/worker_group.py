@@ -202,6 +202,7 @@ class WorkerGroups:
                 warm_up(str(order))
         except (ScalaiError, OSError) as error:
             log.warning("event=cold: later workers start slowly: %s", error)
+            self._has_server = False  # it would wait for its last order
             return
         self._has_server = True
 

@@ -1,8 +1,9 @@
 """``scalai background``: runs a command beside a training of this host, for the share of the time
 that slows its steps no more than stated.
 
-The command's processes are stopped and continued as a group. None stays stopped: where this process
-dies, the kernel kills the command, and continues what is stopped of its group.
+The command's processes are stopped and continued as a group. None stays stopped behind this
+process. Where that is killed, the kernel kills the command, and continues what is stopped of its
+group, but in a container whose first process has started both.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ class WorkerSteps:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pages: dict[Path, ControlPage] = {}
+        self._pages: dict[tuple[Path, int], ControlPage] = {}
+        """By path and inode: the next agent makes the page of its first round anew."""
         self._round, self._found_at = 0, -FIND_S
 
     def look(self, now: float) -> tuple[int, int] | None:
@@ -111,23 +113,34 @@ class WorkerSteps:
         if now - self._found_at >= FIND_S:
             self._found_at = now
             self._find()
-        ended = [step for page in self._pages.values() for step in page.steps(MAX_WORKERS)
-                 if step >= 0]  # fmt: skip
+        ended = _ended(self._pages.values())
         return (self._round, min(ended)) if ended else None
 
     def _find(self) -> None:
-        """Take the pages of the round of the newest page: a killed agent leaves older ones."""
-        found = list[tuple[float, int, Path]]()
+        """Take the pages of the round of the newest page, once a step of it has ended: a killed
+        agent leaves older ones, and the next round is built beside the present one."""
+        found = list[tuple[float, int, Path, int]]()
         for path in self._folder.glob("*/agent/control-*"):
             with suppress(OSError, ValueError):  # its round has just ended
-                found.append((path.stat().st_mtime, int(path.name.rpartition("-")[2]), path))
-        self._round = max(found)[1] if found else 0
-        paths = [path for _, round, path in found if round == self._round]
-        self._pages = {path: page for path, page in self._pages.items() if path in paths}
-        for path in paths:
-            if path not in self._pages:
-                with suppress(OSError, ScalaiError):
-                    self._pages[path] = ControlPage(path)
+                status = path.stat()
+                number = int(path.name.rpartition("-")[2])
+                found.append((status.st_mtime, number, path, status.st_ino))
+        newest = max(found)[1] if found else 0
+        there = {(path, inode): number for _, number, path, inode in found}
+        pages = {place: page for place, page in self._pages.items() if place in there}
+        others = dict[tuple[Path, int], ControlPage]()
+        for place, number in there.items():
+            if number == newest and place not in pages:
+                with suppress(OSError, ValueError, ScalaiError):  # it is just being made
+                    others[place] = ControlPage(place[0])
+        if newest == self._round or not pages or _ended(others.values()):
+            self._round, pages = newest, {**pages, **others}
+        self._pages = {place: page for place, page in pages.items() if there[place] == self._round}
+
+
+def _ended(pages: Iterable[ControlPage]) -> list[int]:
+    """Return the last steps that workers have ended."""
+    return [step for page in pages for step in page.steps(MAX_WORKERS) if step >= 0]
 
 
 class HeldCommand:

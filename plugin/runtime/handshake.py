@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from scalai.core.errors import UnprovenError, VersionError
 from scalai.runtime.framing import FramedSocket
 
-VERSIONS = range(4, 5)
+VERSIONS = range(5, 6)
 """Protocol versions of this release."""
 SCRYPT_N, SCRYPT_R = 1 << 14, 8
 """Cost of a guess (RFC 7914): 16 MiB, and some tens of milliseconds of a core."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scalai.launch.commands.background import WorkerSteps
+from scalai.runtime.control import ControlPage, control_path
 from support.agents import DEADLINE_S, Agents, one_worker
 from support.command import logged
 from support.waiting import wait_until
@@ -140,3 +142,52 @@ def test_behind_the_job_the_command_runs_to_its_end(tmp_path: Path) -> None:
         has_run(command, 0.5)
         process.terminate()
         ended(process)
+
+
+# ------------------------------------------------------------------ which workers are looked at
+
+
+def page(folder: Path, number: int, *steps: int, at: float) -> ControlPage:
+    """An agent makes a round's page; its workers have ended these steps."""
+    path = control_path(folder, number)
+    made = ControlPage(path, create=True)
+    made.clear()
+    for rank, step in enumerate(steps):
+        made.report(rank, step)
+    os.utime(path, (at, at))
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "host" / "agent"
+    made.mkdir(parents=True, mode=0o700)
+    return made
+
+
+@pytest.mark.fault
+def test_the_next_round_counts_from_its_first_step_on(folder: Path, tmp_path: Path) -> None:
+    """Until then the present one trains beside it."""
+    present, steps = page(folder, 1, 7, 8, at=10.0), WorkerSteps(tmp_path)
+    assert steps.look(0.0) == (1, 7)
+    following = page(folder, 2, at=20.0)
+    present.report(0, 8)
+    assert steps.look(1.0) == (1, 8)
+    following.report(0, 9)
+    assert steps.look(2.0) == (2, 9)
+
+
+@pytest.mark.fault
+def test_an_agent_that_begins_anew_is_followed(folder: Path, tmp_path: Path) -> None:
+    """Its first round has the number, and the path, of the killed one's."""
+    page(folder, 1, 7, at=10.0)
+    steps = WorkerSteps(tmp_path)
+    assert steps.look(0.0) == (1, 7)
+    page(folder, 1, 5, at=20.0)
+    assert steps.look(1.0) == (1, 5)
+
+
+@pytest.mark.fault
+def test_a_page_that_is_just_being_made_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    control_path(folder, 1).touch(mode=0o600)
+    assert WorkerSteps(tmp_path).look(0.0) is None

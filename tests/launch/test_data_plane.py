@@ -42,11 +42,15 @@ def peer(server: DataPlaneServer, store: HostStore) -> DataPeer:
     return DataPeer(server.address, TOKEN, store.host, timeout_s=5)
 
 
-def fetch_into(tmp_path: Path, peer: DataPeer, row: int, pieces: Collection) -> bytes:
-    """Fetch one part into a file of noise, at byte 100; return its bytes."""
-    path = tmp_path / "fetched"
+def fetch_into(
+    tmp_path: Path, peer: DataPeer, store: HostStore, row: int, pieces: Collection, salt: int = 0
+) -> bytes:
+    """Fetch one part into a file of noise, at byte 100; return its bytes. ``salt`` makes the
+    piece's fingerprint another one."""
+    path, held = tmp_path / "fetched", store.manifest(1).fingerprint
     path.write_bytes(b"\xaa" * 1000)
-    size = peer.fetch(1, np.array([row]), pieces, path, np.array([100]))
+    stated = held[[min(row, len(held) - 1)]] ^ np.uint64(salt)
+    size = peer.fetch(1, np.array([row]), stated, pieces, path, np.array([100]))
     content = path.read_bytes()
     assert len(content) == 1000 and content[:100] == b"\xaa" * 100
     assert content[100 + size :] == b"\xaa" * (900 - size)
@@ -67,17 +71,18 @@ def test_all_pieces_arrive_and_what_they_are(
     assert (held.fingerprint == store.manifest(1).fingerprint).all()
     for row in range(len(held)):
         tensor, box = held.collection.box(row)
-        found = fetch_into(tmp_path, peer, row, held.collection.select(np.array([row])))
+        found = fetch_into(tmp_path, peer, store, row, held.collection.select(np.array([row])))
         assert found == values_of(tensor, 1)[slices(box)].tobytes()
 
 
 @pytest.mark.fault
 def test_bytes_are_told_of_as_they_arrive(store: HostStore, peer: DataPeer, tmp_path: Path) -> None:
-    pieces = store.manifest(1).collection
+    held = store.manifest(1)
+    pieces, stated = held.collection, held.fingerprint
     sizes, reported, path = pieces.size_bytes(), list[int](), tmp_path / "fetched"
     path.write_bytes(bytes(int(sizes.sum())))
     begins = np.cumsum(sizes) - sizes
-    came = peer.fetch(1, np.arange(len(pieces)), pieces, path, begins, reported.append)
+    came = peer.fetch(1, np.arange(len(pieces)), stated, pieces, path, begins, reported.append)
     assert sum(reported) == came == sizes.sum() and len(reported) >= (sizes > 0).sum()
 
 
@@ -88,7 +93,7 @@ def test_the_server_cuts_parts_out_of_pieces(
     row = next(r for r in range(len(collection)) if collection.box(r)[0].name == "param/w")
     tensor, box = collection.box(row)
     part = Box((2, box.offset[1] + 1), (3, 2))
-    found = fetch_into(tmp_path, peer, row, Collection.of([(tensor, part)]))
+    found = fetch_into(tmp_path, peer, store, row, Collection.of([(tensor, part)]))
     assert found == values_of(tensor, 1)[slices(part)].tobytes()
 
 
@@ -106,12 +111,12 @@ def test_only_committed_generations_are_served(
     store: HostStore, peer: DataPeer, tmp_path: Path
 ) -> None:
     _, sealed = snapshot(store, step=2)
-    first = sealed.collection.select(FIRST)
+    first, stated = sealed.collection.select(FIRST), sealed.fingerprint[FIRST]
     for number in (2, -1, sealed.generation):
         with pytest.raises(StoreError, match="is not committed here"):
             peer.pieces(number, ANY)
-        with pytest.raises(StoreError, match="is not committed here"):
-            peer.fetch(number, FIRST, first, tmp_path / "none", FIRST)
+        with pytest.raises(PeerError, match="is not committed here"):
+            peer.fetch(number, FIRST, stated, first, tmp_path / "none", FIRST)
 
 
 def test_parts_outside_of_a_piece_are_refused(
@@ -120,8 +125,18 @@ def test_parts_outside_of_a_piece_are_refused(
     all_, one = store.manifest(1).collection, store.manifest(1).collection.select(FIRST)
     outside = Collection(all_.tensors, one.tensor, one.offset + 1, one.shape)
     for row, pieces, why in ((0, outside, "Ask for a part"), (99, one, "piece 99")):
-        with pytest.raises(StoreError, match=why):
-            fetch_into(tmp_path, peer, row, pieces)
+        with pytest.raises(PeerError, match=why):
+            fetch_into(tmp_path, peer, store, row, pieces)
+
+
+@pytest.mark.fault
+def test_a_piece_that_has_another_number_by_now_is_refused(
+    store: HostStore, peer: DataPeer, tmp_path: Path
+) -> None:
+    """Found damage takes rows out of a part while others fetch from it."""
+    first = store.manifest(1).collection.select(FIRST)
+    with pytest.raises(PeerError, match=r"piece 0 .* and another one there"):
+        fetch_into(tmp_path, peer, store, 0, first, salt=1)
 
 
 @pytest.mark.fault
@@ -131,7 +146,12 @@ def test_another_host_than_is_meant_hands_out_nothing(server: DataPlaneServer) -
         DataPeer(server.address, TOKEN, "gone", timeout_s=5).pieces(1, ANY)
 
 
-COLUMNS = {"row": [(1,), bytes(8)], "offset": [(0,), b""], "shape": [(0,), b""]}
+COLUMNS = {
+    "row": [(1,), bytes(8)],
+    "fingerprint": [(1,), bytes(8)],
+    "offset": [(0,), b""],
+    "shape": [(0,), b""],
+}
 
 
 @pytest.mark.parametrize(
@@ -165,5 +185,5 @@ def test_a_peer_that_falls_silent_is_noticed(store: HostStore, tmp_path: Path) -
         thread.start()
         silent = DataPeer(listener.getsockname()[:2], TOKEN, store.host, timeout_s=0.2)
         with pytest.raises(PeerError, match=r"silent for 0\.2 s"):
-            fetch_into(tmp_path, silent, 0, store.manifest(1).collection.select(FIRST))
+            fetch_into(tmp_path, silent, store, 0, store.manifest(1).collection.select(FIRST))
         thread.join(60)

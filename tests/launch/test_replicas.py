@@ -205,14 +205,15 @@ def test_parts_of_a_damaged_piece_are_refused_by_who_has_it(job: Job, tmp_path: 
     tensor, box = held.box(row)
     half, both = (Collection.of([(tensor, Box(box.offset, (rows, 4)))]) for rows in (1, 2))
     path, none, rows = tmp_path / "x", np.zeros(1, np.int64), np.array([row])
+    stated = job.parts["a"].fingerprint[rows]
     path.write_bytes(bytes(64))
     peer = DataPeer(job.servers["a"].address, TOKEN, "a")
-    assert peer.fetch(1, rows, half, path, none, is_checked=True) == 16
+    assert peer.fetch(1, rows, stated, half, path, none, is_checked=True) == 16
     change(job.stores["a"], 97)  # behind the half
-    assert peer.fetch(1, rows, half, path, none) == 16, "a restore is proven as a whole"
+    assert peer.fetch(1, rows, stated, half, path, none) == 16, "a restore is proven as a whole"
     with pytest.raises(DamageError, match=r"refuses: .* has fingerprint"):
-        peer.fetch(1, rows, half, path, none, is_checked=True)
-    assert peer.fetch(1, rows, both, path, none, is_checked=True), "the other compares it"
+        peer.fetch(1, rows, stated, half, path, none, is_checked=True)
+    assert peer.fetch(1, rows, stated, both, path, none, is_checked=True), "the other compares it"
 
 
 def test_a_host_that_gives_nothing_is_named(job: Job) -> None:

@@ -133,6 +133,13 @@ CASES = {
     "whole-adapters-bf16-tp2pp2-to-dp2": Case(
         {**LORA, "distributed": False, **HALF}, WHOLE, TP2PP2, DP2
     ),
+    "full-adapters-gated-tp2-to-dp2": Case({**LORA, **GATED}, FULL, TP2, DP2),
+    "full-adapters-experts-ep2-to-dp2": Case({**LORA, **MOE}, FULL, EP2, DP2, always=True),
+    "full-adapters-experts-pp2-to-ep4": Case({**LORA, **MOE}, FULL, PP2, EP4),
+    "full-adapters-experts-ep4-to-pp2ep2": Case({**LORA, **MOE}, FULL, EP4, PP2EP2),
+    "whole-adapters-experts-bf16-dp2-to-ep2": Case(
+        {**LORA, **MOE, "distributed": False, **HALF}, WHOLE, DP2, EP2
+    ),
     "flat-text-tp2-to-pp2": Case({**TEXT, **SPLIT}, FLAT, TP2, PP2),
     "flat-text-buckets-pp2-to-tp2": Case({**TEXT, **BUCKETS}, FLAT, PP2, TP2),
     "flat-gated-tp2pp2-to-dp2": Case({**GATED, **BUCKETS}, FLAT, TP2PP2, DP2),

@@ -78,7 +78,8 @@ OF_TYPES: dict[Any, Any] = {
         NUMBERS,
     ),
     data_plane.Fetch: st.builds(
-        data_plane.Fetch, st.just("a"), NUMBERS, st.just(COLUMN), st.just(BOXES), st.just(BOXES)
+        data_plane.Fetch, st.just("a"), NUMBERS, st.just(COLUMN), st.just(PRINTS[: len(COLUMN)]),
+        st.just(BOXES), st.just(BOXES),
     ),
 }  # fmt: skip
 for each, of_type in OF_TYPES.items():

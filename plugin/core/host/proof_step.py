@@ -45,7 +45,8 @@ def holds(step: Step) -> bool:
     proof = replace(current.proof, until=step.now + PROOF_S)
     current = step.change_round(proof=proof)
     standby = step.state.standby
-    if standby.is_at_brink if standby is not None else not step.state.leave.is_asked:
+    has_models = standby is not None and standby.has_group and not standby.is_at_brink
+    if not has_models and (standby is not None or not step.state.leave.is_asked):
         return True
     end(step)  # of an earlier change
     step.change(proving=current, round=None)

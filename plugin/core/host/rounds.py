@@ -460,6 +460,8 @@ def proceed(step: Step) -> None:
     """Let workers train: the whole job's state is proven, and fetched pieces are as good as written
     ones."""
     current = step.present()
+    if current.models.is_proven:
+        return  # a new coordinator says so again
     generation = current.workers.generation
     assert generation is not None, "what was proven is of a generation"
     step.change_round(models=replace(current.models, is_proven=True))

@@ -289,6 +289,10 @@ def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result
     )
     starting = frozenset(host for host, each in found.items() if not each.is_stepping)
     if starting:
+        # A host that has made a step shows that the state was proven, and the others may not know.
+        waiting = tuple(sorted(host for host in starting if not found[host].is_proven))
+        if waiting and job.attempt.source is not None:
+            sent_on = (*sent_on, Send(waiting, commands.Proceed(job.round)))
         return replace(
             job, phase=Phase.STARTING, awaited=starting, change=replace(job.change, ran=ran)
         ), sent_on

@@ -7,9 +7,9 @@ from scalai.core.host.events import GroupSeen
 from scalai.core.host.standby import Standby
 from scalai.core.job.function_proof import PROOF_S, Numbers
 from scalai.core.messages import commands, reports
-from scalai.core.messages.worker_messages import RankStepped
+from scalai.core.messages.worker_messages import Hello, Imports, RankStepped
 from support.law_host import LawHost
-from support.wire_words import start
+from support.wire_words import start, workers
 
 pytestmark = pytest.mark.fault
 
@@ -83,6 +83,18 @@ def test_elsewhere_the_round_ends_behind_the_step(host: LawHost, level: Standby)
     assert ends(host) == [(1, host.state.settings.exit_grace_s)]
     host.end(newest=8)
     assert host.reported()[-1] == "stopped"
+
+
+def test_next_workers_that_have_not_started_wait_for_the_step(host: LawHost) -> None:
+    """They would begin beside the old ones without a look at the memory."""
+    host.ask(Hello(0, 1, Imports(("torch",), ())))
+    host.obey(commands.Build(workers(2, 0, 2)))
+    stop(host)
+    assert "stopped" not in host.reported()
+    for rank in (0, 1):
+        tell(host, rank)
+    host.tick()
+    assert ends(host) == [(1, host.state.settings.exit_grace_s)]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     assert not set(waits) & set(host.answers())
     host.obey(commands.Proceed(1))
     assert set(waits) <= set(host.answers())
+    host.obey(commands.Proceed(1))  # by a new coordinator
     assert host.all(actions.TrustFetched) == [actions.TrustFetched(4)]
+    assert len([each for each in host.all(actions.AnswerCall) if each.call in waits]) == 2
 
 
 def pieces(host: LawHost, *ranks: int) -> list[ReadOrder]:

@@ -8,6 +8,8 @@ import pytest
 
 from scalai.core.job import membership as m
 from scalai.core.job.membership import Phase
+from scalai.core.job.remembered import TakingOver, Underway
+from scalai.core.job.succession import adopt
 from scalai.core.messages import actions, commands, events, reports
 from support.laws import (
     advance_all,
@@ -53,6 +55,21 @@ def test_each_phase_of_a_start_waits_for_the_workers_of_all_hosts() -> None:
     job, done = advance_all(job, events.Proven(2))
     assert done == [actions.Send(("a", "b"), commands.Proceed(2))]
     assert advance_all(job, events.Proven(2), events.Proven(1)) == (job, []), "once"
+
+
+def test_a_new_coordinator_lets_those_go_on_whom_the_old_one_did_not_reach() -> None:
+    """A host that has made a step shows that the state was proven."""
+    job = proven(starting())
+    its = Underway(
+        "run", 2, (("a", 2), ("b", 2)), {"tp": 1, "pp": 1, "dp": 4}, None, 2, 5, True, True, True,
+        None, False, False, False, False, False, 0,
+    )  # fmt: skip
+    late = replace(its, is_proven=False, is_stepping=False)
+    over = TakingOver(job.now, {"a": its, "b": late})
+    job = replace(job, takeover=replace(job.takeover, pending=over))
+    job, done = adopt(job)
+    assert job.phase is Phase.STARTING and job.awaited == {"b"}
+    assert actions.Send(("b",), commands.Proceed(2)) in done
 
 
 @pytest.mark.parametrize("kind", [published, restored])
