@@ -100,7 +100,7 @@ def test_a_version_that_somebody_on_the_way_has_lowered_is_no_version() -> None:
 
 def hello(key: bytes) -> bytes:
     """What a client sends first, by the text of the module alone."""
-    return b"scalai" + b"\0\4\0\4" + key
+    return b"scalai" + b"\0\5\0\5" + key
 
 
 def by_hand(shared: bytes, token: bytes, seen: bytes) -> list[bytes]:
