@@ -666,7 +666,6 @@ def _settings(spec: JobSpec, sizing: Sizing) -> m.JobSettings:
         settle_s=spec.settle_s,
         max_hosts=spec.max_hosts,
         most_failures=spec.failures,
-        does_refill=spec.is_loss_free,
         is_loss_free=spec.is_loss_free,
         is_elastic=spec.is_elastic,
         has_durable_dir=spec.durable_dir is not None,

@@ -71,7 +71,7 @@ OF_TYPES: dict[Any, Any] = {
     Mapping: _mapping, Shared: _inner(Shared), Named: _inner(Named),
     Tensor: st.just(ROWS.tensors[0]),
     Collection: st.just(ROWS), SourceList: st.just(SOURCES), JsonText: st.just(TEXT),
-    Ring: st.just(Ring(("a", "b"), ("x", "y"), 1, True, ("b",))), ReadOrder: st.just(ORDER),
+    Ring: st.just(Ring(("a", "b"), ("x", "y"), 1, ("b",))), ReadOrder: st.just(ORDER),
     Pieces: st.just(Pieces("r-1-2", 7, ROWS, PRINTS)),
     reports.Restored: st.builds(
         reports.Restored, NUMBERS, st.just(ROWS), st.just(PRINTS), st.just({"plan": 0.1}), NUMBERS,

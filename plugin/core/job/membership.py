@@ -250,8 +250,8 @@ class JobSettings:
         assign, why_not, place, share: Choice of workers, degrees, order of hosts and shares.
         settle_s: Quiet seconds before a change is made.
         most_failures: Failures that the job survives; progress may refill its budget to them.
-        does_refill: Training progress refills the budget.
-        is_loss_free: Loss of a host is a change, without the cost of a restart.
+        is_loss_free: Loss of a host is a change, without the cost of a restart; training progress
+            refills the budget.
         is_elastic: False: a plain job, restarted as by torchrun.
         has_durable_dir: It has a durable directory.
         archive_every_s: Seconds between two archives during training; 0: none.
@@ -273,7 +273,6 @@ class JobSettings:
     settle_s: float = 0.0
     max_hosts: int = 1
     most_failures: int = 3
-    does_refill: bool = False
     is_loss_free: bool = False
     is_elastic: bool = True
     has_durable_dir: bool = False

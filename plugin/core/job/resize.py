@@ -316,7 +316,7 @@ def _refill(job: Job, newest: int) -> Job:
         newest=newest,
         budget=replace(job.budget, stepped_at=job.now, trained_s=job.budget.trained_s + made_s),
     )
-    if job.budget.trained_s < REFILL_S or not job.settings.does_refill:
+    if job.budget.trained_s < REFILL_S or not job.settings.is_loss_free:
         return job
     left = min(job.settings.most_failures, job.budget.left + 1)
     return replace(job, budget=replace(job.budget, left=left, trained_s=0.0))

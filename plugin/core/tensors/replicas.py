@@ -33,7 +33,7 @@ NAMED = 5
 class Ring:
     """Hosts keeping replicas for each other, in order, with the failure domain of each.
 
-    Each piece gets ``replicas`` beside the first copy; ``is_apart``: in as many domains.
+    Each piece gets ``replicas`` beside the first copy.
 
     ``giving`` hosts will be taken away and keep nothing. The others then keep this many replicas of
     pieces held by ``giving`` hosts alone, and no others.
@@ -42,7 +42,6 @@ class Ring:
     hosts: tuple[str, ...]
     domains: tuple[str, ...]
     replicas: int
-    is_apart: bool
     giving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -102,7 +101,7 @@ def leaving_ring(staying: Iterable[str], giving: Iterable[str]) -> Ring:
     """
     giving = tuple(sorted(giving))
     hosts = tuple(sorted({*staying, *giving}))
-    return Ring(hosts, hosts, 1, True, giving)
+    return Ring(hosts, hosts, 1, giving)
 
 
 def ring_of(domains: Mapping[str, str], replicas: int) -> Ring:
@@ -113,15 +112,14 @@ def ring_of(domains: Mapping[str, str], replicas: int) -> Ring:
     """
     own = {host: f"domain {name}" if name else f"host {host}" for host, name in domains.items()}
     replicas = max(0, min(replicas, len(own) - 1))
-    is_apart = len(set(own.values())) > replicas
-    if not is_apart:
+    if len(set(own.values())) <= replicas:
         own = {host: host for host in own}
     together: dict[str, list[str]] = {}
     for host in sorted(own):
         together.setdefault(own[host], []).append(host)
     rows = zip_longest(*(together[name] for name in sorted(together)))
     hosts = tuple(host for row in rows for host in row if host is not None)
-    return Ring(hosts, tuple(own[host] for host in hosts), replicas, is_apart)
+    return Ring(hosts, tuple(own[host] for host in hosts), replicas)
 
 
 def to_keep(ring: Ring, host: str, holders: Mapping[str, Collection]) -> Collection:

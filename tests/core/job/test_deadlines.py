@@ -293,7 +293,7 @@ def test_what_hung_is_forgotten_when_the_agent_of_the_host_is_started_anew() -> 
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 def test_a_host_that_hangs_in_every_round_never_keeps_the_job_from_stepping(hosts: str) -> None:
     """For a day; each time it is taken again it is left out for longer."""
-    job = training(hosts, hang_s=1800.0, left=3, does_refill=True, is_loss_free=True, hangs={})
+    job = training(hosts, hang_s=1800.0, left=3, is_loss_free=True, hangs={})
     made_s, still_s, step = 0.0, 0.0, 25
     while job.now < 86400.0:
         assert job.phase is not Phase.ENDED

@@ -83,7 +83,7 @@ def test_where_hosts_may_come_and_go_the_loss_of_one_is_no_failure() -> None:
 
 @pytest.mark.fault
 def test_an_hour_of_steps_earns_a_failure_back_where_nobody_gave_a_budget() -> None:
-    job = training("ab", left=2, does_refill=True)
+    job = training("ab", left=2, is_loss_free=True)
     for _ in range(4):
         job, _ = advance_all(job, events.Ticked(job.now + 1800.0, 25))
     assert job.budget.left == 2, "time without steps earns nothing"

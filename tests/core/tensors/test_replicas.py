@@ -96,20 +96,19 @@ def test_what_data_parallelism_holds_twice_is_not_copied_and_shards_are() -> Non
 
 def test_neighbours_are_of_different_domains() -> None:
     ring = ring_of({"a1": "x", "a2": "x", "b1": "y", "b2": "y", "c": ""}, 1)
-    assert ring.is_apart
     pairs = zip(ring.domains, (*ring.domains[1:], ring.domains[0]), strict=True)
     assert all(one != other for one, other in pairs)
 
 
 def test_with_too_few_domains_each_host_is_one() -> None:
     ring = ring_of({"a": "x", "b": "x", "c": "x"}, 1)
-    assert not ring.is_apart and ring.wards("b") == ("a",)
+    assert ring.wards("b") == ("a",)
     assert ring_of({"a": "x"}, 2).replicas == 0
 
 
 def test_a_ring_whose_domains_do_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="1 domains of 2 hosts"):
-        Ring(("a", "b"), ("x",), 1, is_apart=True)
+        Ring(("a", "b"), ("x",), 1)
 
 
 @settings(deadline=None, max_examples=200)
