@@ -28,6 +28,9 @@ from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.dtypes import FROM_TORCH, TORCH_NAMES
 from scalai.core.tensors.region import Box, Index
 
+MAX_OBJECTS_BYTES = 4 << 30
+"""Most bytes of all objects of a checkpoint: they are kept in memory."""
+
 ObjectPath = tuple[str | int, ...]
 """The keys that lead to a value in a tree of dictionaries and lists."""
 
@@ -272,8 +275,9 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
     """Return the archives of objects other than tensors; they are small.
 
     Raises:
-        RefusedError: One is too large or damaged.
+        RefusedError: One is too large or damaged, or all together are too large.
     """
+    check_objects(directory, sum(extent.size_bytes for extent in objects.values()))
     found = {}
     for key, extent in objects.items():
         if extent.size_bytes > MAX_VALUE_BYTES:
@@ -292,6 +296,16 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
             )
         check_members(io.BytesIO(found[key]), name)
     return found
+
+
+def check_objects(directory: Path, size_bytes: int) -> None:
+    """Raise ``RefusedError`` if the objects of a checkpoint are too large together."""
+    if size_bytes > MAX_OBJECTS_BYTES:
+        raise RefusedError(
+            f"{directory} keeps {size_bytes} bytes of objects that are no tensors, and at most "
+            f"{MAX_OBJECTS_BYTES} are carried. Save without some of them; if they are not so many, "
+            "it is damaged."
+        )
 
 
 def stray_notes(directory: Path, metadata: Metadata) -> Iterator[str]:
