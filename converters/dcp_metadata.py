@@ -19,6 +19,7 @@ from scalai.converters.pickles import Foreign, SealedClass, foreign
 from scalai.converters.torch_archive import (
     MAX_PICKLE_BYTES,
     MAX_VALUE_BYTES,
+    MAX_VALUES_BYTES,
     StoredTensor,
     check_members,
 )
@@ -27,9 +28,6 @@ from scalai.core.errors import LayoutError, RefusedError, ScalaiError
 from scalai.core.tensors.collection import MAX_NDIM
 from scalai.core.tensors.dtypes import FROM_TORCH, TORCH_NAMES
 from scalai.core.tensors.region import Box, Index
-
-MAX_OBJECTS_BYTES = 4 << 30
-"""Most bytes of all objects of a checkpoint: they are kept in memory."""
 
 ObjectPath = tuple[str | int, ...]
 """The keys that lead to a value in a tree of dictionaries and lists."""
@@ -300,10 +298,10 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
 
 def check_objects(directory: Path, size_bytes: int) -> None:
     """Raise ``RefusedError`` if the objects of a checkpoint are too large together."""
-    if size_bytes > MAX_OBJECTS_BYTES:
+    if size_bytes > MAX_VALUES_BYTES:
         raise RefusedError(
             f"{directory} keeps {size_bytes} bytes of objects that are no tensors, and at most "
-            f"{MAX_OBJECTS_BYTES} are carried. Save without some of them; if they are not so many, "
+            f"{MAX_VALUES_BYTES} are carried. Save without some of them; if they are not so many, "
             "it is damaged."
         )
 

@@ -33,8 +33,8 @@ from scalai.core.tensors.region import Index, row_major
 MAX_PICKLE_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20
 """Most bytes of a tensor carried as a value."""
-MAX_VALUES_BYTES = 1 << 30
-"""The same of all tensors of a tree."""
+MAX_VALUES_BYTES = 4 << 30
+"""The same of all tensors of a tree, and of all objects of a checkpoint: they are in memory."""
 MAX_VERSION = 10
 """``kMaxSupportedFileFormatVersion`` of torch 2.13."""
 
@@ -188,8 +188,8 @@ def check_members(file: IO[bytes], name: str) -> None:
 
 
 def with_content(value: Any, data: memoryview) -> Any:
-    """Return a tree with the bytes of its tensors: for few and small ones. What a tree has several
-    times is made once.
+    """Return a tree with the bytes of its tensors, in row-major order: for few and small ones. What
+    a tree has several times is made once.
 
     Args:
         value: Result of ``read_archive``.
@@ -222,19 +222,24 @@ class _Filling:
     def _new(self, value: Any) -> Any:
         if isinstance(value, StoredTensor):
             return self._tensor(value)
-        if isinstance(value, dict):
-            return {key: self.filled(entry) for key, entry in value.items()}
-        return type(value)(self.filled(entry) for entry in value)
+        if isinstance(value, list | tuple):
+            return type(value)(self.filled(entry) for entry in value)
+        new = {key: self.filled(entry) for key, entry in value.items()}
+        if isinstance(value, OrderedDict):
+            new = type(value)(new.items())
+            new.__dict__.update(value.__dict__)  # a module's state_dict has versions
+        return new
 
     def _tensor(self, tensor: StoredTensor) -> NewTensor:
         item = ITEM_BYTES[tensor.dtype]
         size_bytes = prod(tensor.shape) * item
         self._bytes += size_bytes
         if size_bytes > MAX_VALUE_BYTES or self._bytes > MAX_VALUES_BYTES:
+            where = "" if tensor.storage is None else f"{tensor.storage.path}: "
             raise RefusedError(
-                f"a tensor of {size_bytes} bytes, {self._bytes} with those before it, lies where "
-                f"no parameter belongs, and at most {MAX_VALUE_BYTES} are carried as a value, "
-                f"{MAX_VALUES_BYTES} of all values."
+                f"{where}a tensor of {size_bytes} bytes, {self._bytes} with those before it, lies "
+                f"where no parameter belongs (client_state?), and at most {MAX_VALUE_BYTES} are "
+                f"carried as a value, {MAX_VALUES_BYTES} of all. Save it elsewhere."
             )
         if tensor.storage is not None and tensor.storage not in self._checked:
             tensor.storage.check(self._data)

@@ -162,7 +162,7 @@ def test_bridge_gets_its_counters_and_the_settings_beside(
 
 
 def test_objects_are_bounded_together(of_bridge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_metadata, "MAX_OBJECTS_BYTES", 1000)
+    monkeypatch.setattr(dcp_metadata, "MAX_VALUES_BYTES", 1000)
     with pytest.raises(RefusedError, match="bytes of objects that are no tensors, and at most"):
         open_checkpoint(of_bridge)
 
