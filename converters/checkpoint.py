@@ -75,13 +75,14 @@ class CheckpointFile:
 
     ``path`` is relative to the checkpoint's directory. ``content`` belongs to files of a source
     that exist in memory only: a value among the settings, but a tensor in other layouts.
-    ``overlays``: changes of a source's numbers on reading.
+    ``overlays``: changes of a source's numbers on reading. ``copies``: paths of equal files.
     """
 
     path: str
     size_bytes: int
     content: bytes | None = None
     overlays: tuple[Overlay, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

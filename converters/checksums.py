@@ -129,10 +129,15 @@ def refuse_damaged(directory: Path, found: Sequence[FileStorage], *placed: Place
     first = min(found, key=lambda member: (member.file, member.begin))
     names = sorted({name for some in placed for name in _tensors_in(some, first)})
     more = f" and {len(found) - 1} other storages" if len(found) > 1 else ""
+    files = (file for some in placed for file in some.files if file.path == first.file)
+    copies = [copy for file in files for copy in file.copies]
+    way_out = "copy it again, or use another checkpoint"
+    if copies:
+        way_out = f"remove it, and its replica {directory / copies[0]} stands in"
     raise ProofError(
         f"{directory / first.file}: bytes {first.begin} to {first.begin + first.size_bytes} "
         f"({first.name}, with {', '.join(names[:5])}){more} are not what their CRC-32 was taken "
-        "of. The file is damaged: copy it again, or use another checkpoint."
+        f"of. The file is damaged: {way_out}."
     )
 
 

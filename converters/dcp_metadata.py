@@ -19,6 +19,7 @@ from scalai.converters.pickles import Foreign, SealedClass, foreign
 from scalai.converters.torch_archive import (
     MAX_PICKLE_BYTES,
     MAX_VALUE_BYTES,
+    MAX_VALUES_BYTES,
     StoredTensor,
     check_members,
 )
@@ -272,8 +273,9 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
     """Return the archives of objects other than tensors; they are small.
 
     Raises:
-        RefusedError: One is too large or damaged.
+        RefusedError: One is too large or damaged, or all together are too large.
     """
+    check_objects(directory, sum(extent.size_bytes for extent in objects.values()))
     found = {}
     for key, extent in objects.items():
         if extent.size_bytes > MAX_VALUE_BYTES:
@@ -292,6 +294,16 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
             )
         check_members(io.BytesIO(found[key]), name)
     return found
+
+
+def check_objects(directory: Path, size_bytes: int) -> None:
+    """Raise ``RefusedError`` if the objects of a checkpoint are too large together."""
+    if size_bytes > MAX_VALUES_BYTES:
+        raise RefusedError(
+            f"{directory} keeps {size_bytes} bytes of objects that are no tensors, and at most "
+            f"{MAX_VALUES_BYTES} are carried. Save without some of them; if they are not so many, "
+            "it is damaged."
+        )
 
 
 def stray_notes(directory: Path, metadata: Metadata) -> Iterator[str]:

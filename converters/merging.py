@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import (
+    CONFIG,
     PARAM,
     AuxiliaryFile,
     Checkpoint,
@@ -35,10 +36,10 @@ from scalai.core.errors import RefusedError
 from scalai.core.tensors.dtypes import ITEM_BYTES, bits_dtype
 from scalai.store.files import decode, map_file
 
-CONFIG = "adapter_config.json"
+SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."
 FLOATS = ("F32", "F16", "BF16")
-KNOWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+KNOWN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """``init_lora_weights`` that leave the base as it was."""
 REFUSED_SETTINGS = (
     "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
@@ -47,6 +48,10 @@ REFUSED_SETTINGS = (
 )  # fmt: skip
 """Settings with which an adapter is more than B @ A."""
 WAY_OUT = "Merge it in PEFT (merge_and_unload) and save that"
+
+EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "shared"}
+HEADS = {"lm_head", "embed_out"}
+"""Modules that are one in a tied model, by the last part of their names."""
 
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _PATTERN = re.compile(r"[\w.^$*|\\\[\]-]{1,200}")
@@ -69,27 +74,28 @@ class _Adapter:
     @classmethod
     def read(cls, directory: Path) -> "_Adapter":
         try:
-            config = read_json(directory / CONFIG)
+            config = read_json(directory / SETTINGS)
         except (OSError, ValueError) as error:
             raise RefusedError(
-                f"{directory / CONFIG} cannot be read ({error}). Name the directory of a PEFT "
-                f"adapter, with {CONFIG} and {ADAPTER}."
+                f"{directory / SETTINGS} cannot be read ({error}). Name the directory of a PEFT "
+                f"adapter, with {SETTINGS} and {ADAPTER}."
             ) from error
         if not isinstance(config, dict) or config.get("peft_type") != "LORA":
             found = config.get("peft_type") if isinstance(config, dict) else config
             raise RefusedError(
-                f"{directory / CONFIG} is of a {found!r:.40} adapter, and LORA is merged alone. "
+                f"{directory / SETTINGS} is of a {found!r:.40} adapter, and LORA is merged alone. "
                 f"{WAY_OUT}."
             )
         odd = [name for name in REFUSED_SETTINGS if config.get(name)]
-        if config.get("init_lora_weights", True) not in KNOWN_STARTS:
+        start = config.get("init_lora_weights", True)
+        if (start.lower() if isinstance(start, str) else start) not in KNOWN_STARTS:
             odd.append("init_lora_weights")  # the base was changed at the start
         if odd:
             raise RefusedError(
-                f"{directory / CONFIG} has {odd[0]} = {config[odd[0]]!r:.80}, with which an "
+                f"{directory / SETTINGS} has {odd[0]} = {config[odd[0]]!r:.80}, with which an "
                 f"adapter is more than a product added to its base. {WAY_OUT}."
             )
-        path = file_inside(directory, ADAPTER, CONFIG)
+        path = file_inside(directory, ADAPTER, SETTINGS)
         adapter, data = cls(directory, config), map_file(path)
         for entry in read_header(path, path.stat().st_size):
             bits = np.ndarray(entry.shape, bits_dtype(entry.dtype), data, entry.begin)
@@ -136,6 +142,10 @@ class _Adapter:
         """Yield the tensors to be taken instead of the base's: ``modules_to_save`` and biases."""
         yield from (name for name in self.tensors if not _FACTOR.fullmatch(name))
 
+    def needed(self) -> list[str]:
+        """Return the tensors of the base that change."""
+        return [*(f"{layer}.weight" for layer in self.layers()), *self.wholes()]
+
     def rank_and_scale(self, layer: str) -> tuple[int, float]:
         """Return a layer's rank and scale, by the configuration."""
         rank = self._setting("rank_pattern", layer, self.config.get("r"))
@@ -162,7 +172,7 @@ class _Adapter:
         return default
 
     def _odd(self, what: str) -> RefusedError:
-        return RefusedError(f"{self.directory / CONFIG} has {what}. {WAY_OUT}.")
+        return RefusedError(f"{self.directory / SETTINGS} has {what}. {WAY_OUT}.")
 
 
 def merged(base: Checkpoint, directory: Path) -> Checkpoint:
@@ -181,7 +191,7 @@ def merged(base: Checkpoint, directory: Path) -> Checkpoint:
             "its base. Name the base as SRC; another layout by --to."
         )
     adapter = _Adapter.read(directory)
-    merging = _Merging(base, adapter, _pieces(base))
+    merging = _Merging(base, adapter, _pieces(base, adapter))
     overlays = [*merging.overlays()]
     files = tuple(
         replace(file, overlays=tuple(over for path, over in overlays if path == file.path))
@@ -212,9 +222,21 @@ def with_model_files(base: Checkpoint, target: CheckpointTarget) -> CheckpointTa
     return replace(target, auxiliary=(*target.auxiliary, *copies))
 
 
-def _pieces(base: Checkpoint) -> dict[str, FilePiece]:
-    pieces = (base.placed.piece(row) for row in range(len(base.placed.collection)))
-    return {piece.tensor.name.removeprefix(f"{PARAM}/"): piece for piece in pieces}
+def _pieces(base: Checkpoint, adapter: _Adapter) -> dict[str, FilePiece]:
+    """Return the base's pieces by the adapter's names: an adapter of a class with a head has one
+    module around a base saved without it (``transformer.`` of GPT-2 and BLOOM)."""
+    rows = (base.placed.piece(row) for row in range(len(base.placed.collection)))
+    pieces = {piece.tensor.name.removeprefix(f"{PARAM}/"): piece for piece in rows}
+    names = [name for name in adapter.needed() if _module(name) not in HEADS]
+    around = {name.partition(".")[0] for name in names}
+    if len(around) == 1 and not any(name in pieces for name in names):
+        longer = {f"{min(around)}.{name}": piece for name, piece in pieces.items()}
+        return longer if all(name in longer for name in names) else pieces
+    return pieces
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -227,7 +249,9 @@ class _Merging:
     def overlays(self) -> Iterator[tuple[str, Overlay]]:
         """Yield each overlay with its file. Raises as ``merged``."""
         adapter = self.adapter
-        needed = [*(f"{layer}.weight" for layer in adapter.layers()), *adapter.wholes()]
+        shared = self._shared()
+        heads = {name for name in shared if _module(name) in HEADS}
+        needed = [name for name in adapter.needed() if name not in heads]
         lacking = sorted(name for name in needed if name not in self.pieces)
         if lacking or not needed:
             raise RefusedError(
@@ -238,7 +262,36 @@ class _Merging:
         for layer in adapter.layers():
             yield self._product(layer)
         for name in adapter.wholes():
-            yield self._whole(name)
+            if name not in shared:
+                yield self._whole(name, name)
+        for name in self.pieces:
+            if shared and _module(name) in EMBEDDINGS | HEADS:
+                yield self._whole(shared[0], name)
+
+    def _shared(self) -> list[str]:
+        """Return the adapter's tensors that are the one embedding and head of a tied base.
+
+        Raises:
+            RefusedError: They would be two.
+        """
+        adapter, config = self.adapter, self.base.values.extra.get(CONFIG) or {}
+        is_headless = not any(_module(name) in HEADS for name in self.pieces)
+        found = [name for name in adapter.needed() if _module(name) in EMBEDDINGS | HEADS]
+        if not found or not config.get("tie_word_embeddings", is_headless):
+            return []
+        wholes = [adapter.tensors[name] for name in adapter.wholes() if name in found]
+        are_equal = len(wholes) == len(found) and all(
+            dtype == wholes[0][0] and np.array_equal(bits, wholes[0][1]) for dtype, bits in wholes
+        )
+        are_both = len({_module(name) in HEADS for name in found}) == 2
+        if are_equal and (are_both or adapter.config.get("ensure_weight_tying")):
+            return found
+        raise RefusedError(
+            f"the embedding and the head of {self.base.directory} are one tensor "
+            f"(tie_word_embeddings), and with {' and '.join(dict.fromkeys(found))} of "
+            f"{adapter.directory} they are two. Save the base untied, with the embedding as its "
+            "head and tie_word_embeddings false, and name that as SRC."
+        )
 
     def _product(self, layer: str) -> tuple[str, Overlay]:
         a, b = (self.adapter.values(f"{layer}.lora_{half}.weight") for half in "AB")
@@ -246,15 +299,16 @@ class _Merging:
         if a.ndim != 2 or b.ndim != 2 or {a.shape[0], b.shape[1]} != {rank}:
             raise RefusedError(
                 f"{self.adapter.directory / ADAPTER}: {layer} has A{[*a.shape]} and B{[*b.shape]}, "
-                f"and rank {rank} is expected by {CONFIG}. Files of two adapters are mixed."
+                f"and rank {rank} is expected by {SETTINGS}. Files of two adapters are mixed."
             )
         left, right = (a.T, b.T) if self.adapter.config.get("fan_in_fan_out") else (b, a)
         return self._over(f"{layer}.weight", (left.shape[0], right.shape[1]), left, right, scale)
 
-    def _whole(self, name: str) -> tuple[str, Overlay]:
+    def _whole(self, name: str, of: str) -> tuple[str, Overlay]:
+        """Return what puts the adapter's tensor ``name`` in the place of the base's ``of``."""
         values = self.adapter.values(name)
         flat = values.reshape(1, -1)
-        return self._over(name, values.shape, np.ones((1, 1), np.float32), flat, 1.0, is_sum=False)
+        return self._over(of, values.shape, np.ones((1, 1), np.float32), flat, 1.0, is_sum=False)
 
     def _over(
         self, name: str, shape: tuple[int, ...], left: npt.NDArray[np.float32],

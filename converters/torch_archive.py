@@ -33,6 +33,8 @@ from scalai.core.tensors.region import Index, row_major
 MAX_PICKLE_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20
 """Most bytes of a tensor carried as a value."""
+MAX_VALUES_BYTES = 4 << 30
+"""The same of all tensors of a tree, and of all objects of a checkpoint: they are in memory."""
 MAX_VERSION = 10
 """``kMaxSupportedFileFormatVersion`` of torch 2.13."""
 
@@ -186,29 +188,65 @@ def check_members(file: IO[bytes], name: str) -> None:
 
 
 def with_content(value: Any, data: memoryview) -> Any:
-    """Return a tree with the bytes of its tensors: for few and small ones.
+    """Return a tree with the bytes of its tensors, in row-major order: for few and small ones. What
+    a tree has several times is made once.
 
     Args:
         value: Result of ``read_archive``.
         data: The file's bytes.
+
+    Raises:
+        RefusedError: The tensors are large, or damaged; or the tree is too deep.
     """
-    if isinstance(value, StoredTensor):
-        item = ITEM_BYTES[value.dtype]
-        if prod(value.shape) * item > MAX_VALUE_BYTES:
+    try:
+        return _Filling(data).filled(value)
+    except RecursionError as error:
+        raise RefusedError("a tree of values is too deep, or contains itself: damaged") from error
+
+
+class _Filling:
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._made: dict[int, Any] = {}
+        """Results by the ids of a tree's parts, all of which the tree keeps alive."""
+        self._checked: set[Storage] = set()
+        self._bytes = 0
+
+    def filled(self, value: Any) -> Any:
+        if not isinstance(value, StoredTensor | dict | list | tuple):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = self._new(value)
+        return self._made[id(value)]
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, StoredTensor):
+            return self._tensor(value)
+        if isinstance(value, list | tuple):
+            return type(value)(self.filled(entry) for entry in value)
+        new = {key: self.filled(entry) for key, entry in value.items()}
+        if isinstance(value, OrderedDict):
+            new = type(value)(new.items())
+            new.__dict__.update(value.__dict__)  # a module's state_dict has versions
+        return new
+
+    def _tensor(self, tensor: StoredTensor) -> NewTensor:
+        item = ITEM_BYTES[tensor.dtype]
+        size_bytes = prod(tensor.shape) * item
+        self._bytes += size_bytes
+        if size_bytes > MAX_VALUE_BYTES or self._bytes > MAX_VALUES_BYTES:
+            where = "" if tensor.storage is None else f"{tensor.storage.path}: "
             raise RefusedError(
-                f"a tensor of {prod(value.shape) * item} bytes lies where no parameter belongs, "
-                f"and at most {MAX_VALUE_BYTES} are carried as a value."
+                f"{where}a tensor of {size_bytes} bytes, {self._bytes} with those before it, lies "
+                f"where no parameter belongs (client_state?), and at most {MAX_VALUE_BYTES} are "
+                f"carried as a value, {MAX_VALUES_BYTES} of all. Save it elsewhere."
             )
-        if value.storage is not None:
-            value.storage.check(data)
-        strides = [item * step for step in value.stride]
-        view: Bits = np.ndarray(value.shape, BITS[item], data, value.begin, strides)
-        return NewTensor(value.dtype, value.shape, view.tobytes())
-    if isinstance(value, dict):
-        return {key: with_content(entry, data) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(with_content(entry, data) for entry in value)
-    return value
+        if tensor.storage is not None and tensor.storage not in self._checked:
+            tensor.storage.check(self._data)
+            self._checked.add(tensor.storage)
+        strides = [item * step for step in tensor.stride]
+        view: Bits = np.ndarray(tensor.shape, BITS[item], self._data, tensor.begin, strides)
+        return NewTensor(tensor.dtype, tensor.shape, view.tobytes())
 
 
 class FileWindow(io.RawIOBase):

@@ -28,7 +28,7 @@ from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, Chec
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.tag_files import LATEST, carried, read_dictionary
 from scalai.converters.layouts import layout_named
-from scalai.converters.megatron.iteration_files import with_iteration_files
+from scalai.converters.megatron.iteration_files import KEPT_STATE, with_iteration_files
 from scalai.converters.opening import file_inside
 from scalai.converters.torch_archive import lay_out_archive
 from scalai.core.errors import RefusedError
@@ -208,7 +208,7 @@ def accompanied(
     Raises:
         RefusedError: RNG states do not match the source's ranks; or as ``find_companions``.
     """
-    if source.layout in _ITERATIONS:
+    if source.layout in _ITERATIONS or KEPT_STATE in source.values.extra:
         return with_iteration_files(source, target, degrees)
     companions = find_companions(source)
     if companions is None or source.changed:

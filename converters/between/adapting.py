@@ -49,6 +49,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.layouts import layout_named
 from scalai.converters.megatron.model_limits import DIVISOR, Heads, padded_rows
 from scalai.converters.megatron.modules import EMBEDDING, OUTPUT
+from scalai.converters.megatron.rules import INTERLEAVED
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.collection import Tensor, split_name
 from scalai.core.tensors.region import Box, whole
@@ -282,6 +283,13 @@ def _check_supposed(mapping: NameMapping, arguments: Mapping[str, Any]) -> None:
             raise RefusedError(
                 f"{name} is {arguments[name]} by Megatron's arguments, and tensors by "
                 f"{mapping.where} are of a model with {value}. Use another mapping."
+            )
+    for name in INTERLEAVED:
+        if arguments.get(name):
+            raise RefusedError(
+                f"{name} is {arguments[name]} by Megatron's arguments: rows of the experts' gate "
+                f"and up projections alternate, and {mapping.where} takes halves. Megatron-Bridge "
+                "saves them as halves: load it there and save it again."
             )
 
 

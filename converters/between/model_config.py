@@ -126,8 +126,15 @@ _OFF: Config = {
     "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
     "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
     "moe_router_group_topk": None, "moe_expert_capacity_factor": None,
+    "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "softmax_scale": None,
+    "use_mup": False,
 }  # fmt: skip
 """Arguments off in all these classes, unless an entry turns them on."""
+_ONE_IS_NONE = {
+    "rotary_seq_len_interpolation_factor", "moe_router_topk_scaling_factor",
+    "moe_router_num_groups", "moe_router_group_topk",
+}  # fmt: skip
+"""Those of ``_OFF`` that change nothing as 1."""
 
 
 def config_arguments(
@@ -190,7 +197,7 @@ def contradictions(said: Mapping[str, Any], arguments: Mapping[str, Any]) -> Ite
         mine, theirs = said[name], arguments.get(name)
         if name == "rope_type" and theirs is None:
             theirs = "yarn"  # of MLATransformerConfig
-        is_one = theirs == 1 and theirs is not True
+        is_one = name in _ONE_IS_NONE and theirs == 1 and theirs is not True
         is_off = not mine and (not theirs or (mine is None and is_one))
         if name in arguments and not is_off and not _is_equal(mine, theirs):
             yield f"{name} is {theirs} by Megatron's arguments, and {mine} by config.json"

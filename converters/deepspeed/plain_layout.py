@@ -50,7 +50,6 @@ from scalai.converters.deepspeed.tag_files import (
     read_dictionary,
     scalar_of,
     tag_of,
-    with_bytes,
 )
 from scalai.converters.deepspeed.validity import DEFAULT_CLIPPING
 from scalai.converters.source_files import rounds_to
@@ -160,7 +159,7 @@ def _rounds(masters: StoredTensor | None, path: Path, weight: StoredTensor, file
         return True
     rows = _first_rows(weight.shape)
     stored = ((replace(masters, shape=rows), path), (replace(weight, shape=rows), file))
-    mine, its = ((part.dtype, with_bytes(part, at).content or b"") for part, at in stored)
+    mine, its = ((part.dtype, carried(part, at).content) for part, at in stored)
     return rounds_to(mine[1], mine[0], its[1], its[0])
 
 
@@ -219,7 +218,7 @@ def _differ(states: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 def _sample(tensor: StoredTensor, path: Path) -> tuple[bytes, bool]:
     rows = _first_rows(tensor.shape)
-    return with_bytes(replace(tensor, shape=rows), path).content or b"", rows == tensor.shape
+    return carried(replace(tensor, shape=rows), path).content, rows == tensor.shape
 
 
 def match_names(

@@ -29,19 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from scalai.converters.bounded import read_pointer
 from scalai.converters.deepspeed.experts import (
     NO_EXPERTS,
     ExpertNames,
     check_numbers,
 )
-from scalai.converters.torch_archive import MAX_VALUE_BYTES, NewTensor, StoredTensor, read_archive
+from scalai.converters.torch_archive import StoredTensor, read_archive, with_content
 from scalai.core.errors import RefusedError
-from scalai.core.tensors.dtypes import BITS, ITEM_BYTES
-from scalai.store.files import number_of
+from scalai.store.files import map_file, number_of
 
 LATEST = "latest"
 
@@ -195,39 +191,8 @@ def read_dictionary(path: Path, *, trust: bool) -> dict[str, Any]:
 
 
 def carried(value: Any, path: Path) -> Any:
-    """Return a tree of values with the bytes of its small tensors.
-
-    Raises:
-        RefusedError: A tensor is large.
-    """
-    if isinstance(value, StoredTensor):
-        return with_bytes(value, path)
-    if isinstance(value, dict):
-        new = type(value)((key, carried(entry, path)) for key, entry in value.items())
-        if getattr(value, "__dict__", None):  # a module's state_dict also has versions
-            new.__dict__.update(value.__dict__)
-        return new
-    if isinstance(value, list | tuple):
-        return type(value)(carried(entry, path) for entry in value)
-    return value
-
-
-def with_bytes(tensor: StoredTensor, path: Path) -> NewTensor:
-    """Return a small tensor with its bytes, in row-major order. Raises as ``carried``."""
-    item = ITEM_BYTES[tensor.dtype]
-    size = int(np.prod(tensor.shape, dtype=np.int64)) * item
-    if size > MAX_VALUE_BYTES:
-        raise RefusedError(
-            f"{path} keeps a tensor of {size} bytes where no parameter belongs (client_state?), "
-            f"and at most {MAX_VALUE_BYTES} are carried. Save it elsewhere."
-        )
-    bits: npt.NDArray[Any] = np.memmap(path, dtype=np.uint8, mode="r")
-    if tensor.storage is not None:
-        tensor.storage.check(bits.data)
-    view: npt.NDArray[Any] = np.ndarray(
-        tensor.shape, BITS[item], bits, tensor.begin, [step * item for step in tensor.stride]
-    )
-    return NewTensor(tensor.dtype, tensor.shape, view.tobytes())
+    """Return a tree of values with the bytes of its small tensors. Raises as ``with_content``."""
+    return with_content(value, map_file(path))
 
 
 def scalar_of(value: Any, path: Path) -> float | None:
@@ -238,7 +203,7 @@ def scalar_of(value: Any, path: Path) -> float | None:
         return float(value)
     if isinstance(value, StoredTensor) and value.shape in ((), (1,)):
         if value.dtype != "BOOL":
-            return number_of(with_bytes(value, path).content or b"", value.dtype)
+            return number_of(carried(value, path).content, value.dtype)
     return None
 
 

@@ -93,7 +93,7 @@ def read_common(directory: Path, objects: Mapping[str, Extent], *, trust: bool =
     if not isinstance(value, dict):
         raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary ({form}).")
     data = map_file(path)
-    return Common({key: with_content(entry, data) for key, entry in value.items()}, form)
+    return Common(with_content(value, data), form)
 
 
 def lay_out_common(common: Mapping[str, Any], form: str) -> ArchiveLayout:

@@ -29,9 +29,16 @@ from scalai.converters.checkpoint import (
     AuxiliaryFile,
     Checkpoint,
     CheckpointTarget,
+    Values,
 )
 from scalai.converters.megatron.beside_tensors import DEGREE_ARGUMENTS, folder_of
-from scalai.converters.torch_archive import StoredTensor, read_archive
+from scalai.converters.torch_archive import (
+    NewTensor,
+    content_of,
+    lay_out_archive,
+    read_archive,
+    with_content,
+)
 from scalai.core.errors import RefusedError
 from scalai.core.tensors.collection import split_name
 from scalai.store.files import map_file, number_of
@@ -39,6 +46,8 @@ from scalai.store.files import map_file, number_of
 CONFIG, STATE, LATEST_STATE = "run_config.yaml", "train_state.pt", "latest_train_state.pt"
 RUN = "bridge_run"
 """In ``Values.extra``: a run's arguments for RNG states, by the names of Megatron-LM."""
+KEPT_STATE = "bridge_train_state"
+"""In ``Values.extra``: the content of ``train_state.pt``, of a source without this file."""
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_FILES, MAX_BYTES = 1000, 256 << 20
@@ -152,13 +161,9 @@ def read_run(directory: Path, step: int) -> BridgeRun:
     Raises:
         RefusedError: They are damaged, or of another iteration.
     """
-    config, state = read_config(directory / CONFIG), _read_state(directory / STATE)
-    if state and state["step"] != step:
-        raise RefusedError(
-            f"{directory}: {STATE} is of step {state['step']}, and the tensors are of {step}. "
-            "Files of two checkpoints are mixed: use another one."
-        )
-    counters = {name: state[name] for name in _COUNTERS if name in state}
+    config, path, counters = read_config(directory / CONFIG), directory / STATE, {}
+    if path.exists():
+        counters = _counters(with_content(read_archive(path), map_file(path)), path, step)
     if config is None:
         return BridgeRun({}, counters, {})
     sizes = {
@@ -176,24 +181,32 @@ def read_run(directory: Path, step: int) -> BridgeRun:
     return BridgeRun(degrees, counters, {RUN: run})
 
 
-def _read_state(path: Path) -> dict[str, int]:
-    """Return the whole numbers of ``train_state.pt``; nothing: there is no such file."""
-    if not path.exists():
-        return {}
+def with_run_state(values: Values, state: Any, where: Path) -> Values:
+    """Return the values of a checkpoint that keeps the content of ``train_state.pt`` in another
+    file. Raises as ``read_run``."""
+    counters = {**values.counters, **_counters(state, where, values.step)}
+    return replace(values, counters=counters, extra={**values.extra, KEPT_STATE: state})
+
+
+def _counters(state: Any, where: Path, step: int) -> dict[str, int]:
+    """Return the counters of samples of a ``TrainState``, whose step must be ``step``."""
     found: dict[str, int] = {}
-    content = read_archive(path)
-    if isinstance(content, Mapping):
-        data = map_file(path)
+    if isinstance(state, Mapping):
         for name in ("step", *_COUNTERS):
-            value = content.get(name)
-            if isinstance(value, StoredTensor) and value.shape == () and value.dtype == "I64":
-                found[name] = int(number_of(bytes(data[value.begin : value.begin + 8]), "I64"))
+            value = state.get(name)
+            if isinstance(value, NewTensor) and value.shape == () and value.dtype == "I64":
+                found[name] = int(number_of(value.content or b"", "I64"))
     if "step" not in found or min(found.values()) < 0:
         raise RefusedError(
-            f"{path} has no step, or a negative counter: it is not Megatron-Bridge's, or damaged. "
+            f"{where} has no step, or a negative counter: it is not Megatron-Bridge's, or damaged. "
             "Remove it, or use another checkpoint."
         )
-    return found
+    if found["step"] != step:
+        raise RefusedError(
+            f"{where} is of step {found['step']}, and the tensors are of {step}. Files of two "
+            "checkpoints are mixed: use another one."
+        )
+    return {name: found[name] for name in _COUNTERS if name in found}
 
 
 def with_iteration_files(
@@ -205,7 +218,10 @@ def with_iteration_files(
         degrees: Degrees of the target.
     """
     carrying = _Carrying(source, target, degrees)
-    carrying.run()
+    if KEPT_STATE in source.values.extra:
+        carrying.take_run()
+    else:
+        carrying.run()
     return replace(
         target,
         auxiliary=(*target.auxiliary, *carrying.files.values()),
@@ -251,8 +267,7 @@ class _Carrying:
                 f"left out: {', '.join(left[:8])}{more}, beside the tensors, for which "
                 f"{self._target.layout} has no place"
             )
-        if self._target.layout in _READS:
-            self._take_run()
+        self.take_run()
         if is_megatron:
             self._take_places()
 
@@ -302,13 +317,24 @@ class _Carrying:
         self._room = room
         return found
 
-    def _take_run(self) -> None:
-        """Take Bridge's settings at the new degrees, and its counters."""
-        state = self._here / STATE
-        if state.exists():
-            for to in (f"{self._folder}/{STATE}", LATEST_STATE):
+    def take_run(self) -> None:
+        """Take Bridge's settings at the new degrees, and its counters, to a layout it loads."""
+        if self._target.layout not in _READS:
+            return
+        state, kept = self._here / STATE, self._source.values.extra.get(KEPT_STATE)
+        for to in (f"{self._folder}/{STATE}", LATEST_STATE):
+            if kept is not None:
+                content = content_of(lay_out_archive(kept, "train_state"))
+                self.files[to] = AuxiliaryFile(to, len(content), content=content)
+            elif state.exists():
                 self._copy(state, to)
         config = read_config(self._here / CONFIG)
+        if config is None and kept is not None:
+            self.notes.append(
+                f"Megatron-Bridge loads the target with a {CONFIG} in {self._folder} alone, and "
+                f"{self._here} has none: put one of the job's global checkpoints there (of an "
+                "iter_ folder) and convert again, then it goes along with the new degrees"
+            )
         if config is None:
             return
         if config.number("model", DEGREE_ARGUMENTS["tp"]) is None:

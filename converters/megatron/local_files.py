@@ -30,12 +30,14 @@ from scalai.converters.dcp_metadata import (
     StoredKey,
     check_box,
     check_held,
+    check_objects,
     check_shape,
     sizes_of,
 )
 from scalai.converters.megatron.beside_tensors import argument_degrees, counters_of
 from scalai.converters.megatron.common_state import COMMON_FILE, Common
 from scalai.converters.megatron.dp_reshardable import is_bucket
+from scalai.converters.megatron.iteration_files import with_run_state
 from scalai.converters.megatron.torch_dist import TorchDistReader
 from scalai.converters.opening import MAX_PIECES, file_inside
 from scalai.converters.pickles import Foreign
@@ -63,6 +65,12 @@ FOUND_BY = 16
 """Ranks' folders looked into to recognise the layout."""
 
 _ROOT = "MCoreTensorAwareStateDict"
+_BRIDGE_STATE = "train_state_metadata"
+"""Megatron-Bridge's counters, in the common state."""
+_BRING = (
+    "Bring the folders of the other hosts, or replicas of these files, below this path, or use the "
+    "newest global checkpoint."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +96,32 @@ class LocalLayout:
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
-    """The content of one rank's file; ``tensors`` and ``objects`` are fields of the entries."""
+    """The content of one rank's file; ``tensors`` and ``objects`` are fields of the entries.
+    ``copies``: paths of its replicas."""
 
     path: str
     rank: int
     common: Mapping[str, Any]
     tensors: tuple[Mapping[str, Any], ...]
     objects: tuple[Mapping[str, Any], ...]
+    copies: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> Mapping[str, Any]:
         return vars(self.common["args"]) if "args" in self.common else {}
 
     def facts(self) -> dict[str, Any]:
-        """Return what is equal in all files of one save."""
-        known = self.arguments
-        return {
+        """Return plain values that are equal in all files of one save; trees may take for ever to
+        compare."""
+        known, schedule = self.arguments, self.common.get("opt_param_scheduler")
+        found = {
             **argument_degrees(known),
             **counters_of(known),
             "seed": known.get("seed"),
             "world_size": known.get("world_size"),
-            "opt_param_scheduler": self.common.get("opt_param_scheduler"),
+            **(schedule if isinstance(schedule, dict) else {}),
         }
+        return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
 
     def checksums(self) -> dict[tuple[str, Index], int]:
         """Return the CRC-32 of tensors that fill their storages, by key and offset."""
@@ -178,8 +190,7 @@ class _FoundFiles:
         cut = f". Saves of {', '.join(self.dirty[:5])} did not end" if self.dirty else ""
         raise RefusedError(
             f"{self.path} has no local checkpoint of all ranks: {'; '.join(lacking)}{there}{cut}. "
-            "Bring the folders of the other hosts, or replicas of these files, below this path, "
-            "or use the newest global checkpoint."
+            f"{_BRING}"
         )
 
     def _world(self, files: Iterable[_RankFile]) -> int:
@@ -215,7 +226,7 @@ class _FoundFiles:
                     f"iteration {iteration}: they are of two jobs or sessions. Name the folder of "
                     "one."
                 )
-            found = found or file
+            found = file if found is None else replace(found, copies=(*found.copies, name))
         return found
 
 
@@ -318,17 +329,25 @@ def _read(
     for _, file in sorted(ranks.items()):
         united.add(file)
     first = ranks[min(ranks)]
-    data = map_file(path / first.path)
-    common = {key: with_content(value, data) for key, value in first.common.items()}
+    common = with_content({**first.common}, map_file(path / first.path))
+    run = common.pop(_BRIDGE_STATE, None)
     metadata, replicas = united.metadata()
     kept = Common(common, COMMON_FILE)
     archives = StoredArchives(path, trust)
     reader = TorchDistReader(archives, metadata, kept, united.archives, replicas)
     checkpoint = reader.read()
-    return replace(checkpoint, layout=NAME, notes=(*notes, *checkpoint.notes))
+    values, placed = checkpoint.values, checkpoint.placed
+    if run is not None:
+        values = with_run_state(values, run, path / first.path)
+    copies = {file.path: file.copies for file in ranks.values()}
+    files = tuple(replace(file, copies=copies.get(file.path, ())) for file in placed.files)
+    return replace(
+        checkpoint, layout=NAME, placed=replace(placed, files=files), values=values,
+        notes=(*notes, *checkpoint.notes),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _United:
     """Entries of all ranks: chunks by key and box, archives of objects by key."""
 
@@ -339,6 +358,9 @@ class _United:
     flat: dict[str, Index] = field(default_factory=dict)
     archives: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, Extent] = field(default_factory=dict)
+    grids: dict[tuple[str, Index], set[Index]] = field(default_factory=dict)
+    """Shards found of each object and grid."""
+    archives_bytes: int = 0
 
     def add(self, file: _RankFile) -> None:
         for entry in file.tensors:
@@ -347,6 +369,7 @@ class _United:
         for entry in file.objects:
             at, shape = sizes_of(entry["global_offset"]), sizes_of(entry["global_shape"])
             key = f"{entry['key']}/shard_{_dotted(at)}_{_dotted(shape)}"
+            self.grids.setdefault((str(entry["key"]), shape), set()).add(at)
             if key in self.archives:
                 continue
             archive = content_of(lay_out_archive([with_content(entry["data"], data)]))
@@ -355,6 +378,8 @@ class _United:
                     f"{self.path / file.path} keeps {key}, {len(archive)} bytes that are no "
                     f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
                 )
+            self.archives_bytes += len(archive)
+            check_objects(self.path, self.archives_bytes)
             self.archives[key] = archive
             self.files[key] = Extent(file.path, 0, 0)
 
@@ -403,7 +428,15 @@ class _United:
 
         Raises:
             LayoutError: Elements are nowhere.
+            RefusedError: Shards of an object are nowhere: a file that states no number of ranks
+                states the grids of its objects (``rng_state``: pipeline and tensor-parallel ranks).
         """
+        for (key, shape), found in self.grids.items():
+            if len(found) < prod(shape):
+                raise RefusedError(
+                    f"{self.path} has {len(found)} of the {prod(shape)} shards of {key} in a grid "
+                    f"of {list(shape)}: files of ranks are missing. {_BRING}"
+                )
         first, others = [], []
         for key, (shape, dtype) in self.keys.items():
             chunks = self.chunks.get(key, {}).values()

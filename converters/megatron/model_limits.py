@@ -14,7 +14,7 @@ from typing import Any
 from scalai.converters.checkpoint import PARAM, Checkpoint, Values
 from scalai.converters.megatron.beside_tensors import are_several_kinds
 from scalai.converters.megatron.modules import EMBEDDING, expert_of, layer_of
-from scalai.converters.megatron.rules import UNEVEN_STAGES, optimizer_axes
+from scalai.converters.megatron.rules import UNEVEN_STAGES, interleaved_axes, optimizer_axes
 from scalai.core.degrees.degrees import ModelLimits
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.tensors.collection import Tensor
@@ -107,8 +107,9 @@ def _fixed(values: Values) -> Iterator[tuple[str, int, str]]:
     arguments: Mapping[str, Any] = values.arguments or {}
     if "optimizer" not in arguments and are_several_kinds(values.param_groups):
         arguments = {**arguments, "optimizer": "muon"}  # a chain of Muon and Adam
-    for axis, why in optimizer_axes(arguments):
-        yield axis, values.degrees.get(axis, 1), why
+    tp = values.degrees.get("tp", 1)
+    for axis, why in (*optimizer_axes(arguments), *interleaved_axes(arguments)):
+        yield axis, values.degrees.get(axis, tp if axis == "etp" else 1), why
 
 
 def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> None:

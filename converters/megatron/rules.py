@@ -56,6 +56,12 @@ _REFUSED: Mapping[str, str] = {
 }
 """Refused arguments, why, and the way out."""
 
+INTERLEAVED: Mapping[str, str] = {
+    "moe_mlp_glu_interleave_size": "etp", "moe_shared_expert_glu_interleave_size": "tp",
+}  # fmt: skip
+"""Arguments with which blocks of gate and up rows alternate in ``linear_fc1``, in memory and in
+checkpoints, and the axis that cuts these rows (TEGroupedMLP, FusedSharedExpertMLP)."""
+
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "LayerWiseDistributedOptimizer": (
         "whole parameters belong to data-parallel ranks; use an optimizer that is not distributed"
@@ -241,9 +247,17 @@ def fixed_axes(values: Values, release: Release | None = None) -> Iterator[tuple
     yield from summed_axes(values, release)
 
 
+def interleaved_axes(values: Values) -> Iterator[tuple[str, str]]:
+    """Yield the axes fixed by interleaved rows, in a checkpoint too; ``etp`` is one of them."""
+    for name, axis in INTERLEAVED.items():
+        if values.get(name):
+            yield axis, f"{_flag(name)} alternates rows of gate and up, and halves of them are cut"
+
+
 def summed_axes(values: Values, release: Release | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the part of ``fixed_axes`` decided by a model's sums; a configuration's fields say it
-    too."""
+    """Yield the part of ``fixed_axes`` decided by a model's sums and interleaved rows; a
+    configuration's fields say it too."""
+    yield from (("tp", why) for _, why in interleaved_axes(values))
     for each in sums_of(values, release):
         yield from ((axis, each.reason) for axis in AXES if axis in each.stays)
 

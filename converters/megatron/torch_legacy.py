@@ -452,9 +452,8 @@ def _common(directory: Path, first: Rank) -> dict[str, Any]:
     bare = {number: _without_state(link) for number, link in links.items()}
     data = map_file(directory / first.folder / MODEL)
     common = {**first.tree, "optimizer": bare if optimizer else None}
-    return {
-        key: with_content(value, data) if key in _SMALL else value for key, value in common.items()
-    }
+    small = {key: value for key, value in common.items() if key in _SMALL}
+    return {**common, **with_content(small, data)}
 
 
 def _without_state(link: Mapping[str, Any]) -> dict[str, Any]:

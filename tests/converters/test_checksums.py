@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalai.converters import checksums as records
+from scalai.converters import torch_archive
 from scalai.converters.between.adapting import repadded
 from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.checksums import Checked, combined, find_records, storages_in
@@ -234,6 +235,34 @@ def test_torch_files_saved_without_checksums_are_read(tmp_path: Path) -> None:
     assert read_archive(tmp_path / "without")["b"] == 3
     with pytest.raises(RefusedError, match="with: with/data/0 is not what its CRC-32"):
         with_content(read_archive(tmp_path / "with"), map_file(tmp_path / "with"))
+
+
+def test_what_a_tree_repeats_is_made_once_and_all_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def filled(tree: Any) -> Any:
+        torch.save(tree, tmp_path / "tree")
+        return with_content(read_archive(tmp_path / "tree"), map_file(tmp_path / "tree"))
+
+    one: Any = torch.arange(5)
+    first, *others = filled([[one] * 3] * 3)
+    assert all(other is first for other in others) and first[0] is first[2]
+    for _ in range(30):
+        one = [one] * 10
+    assert len(filled(one)) == 10
+    one = []
+    one.append(one)
+    with pytest.raises(RefusedError, match="contains itself"):
+        filled(one)
+    monkeypatch.setattr(torch_archive, "MAX_VALUES_BYTES", 10_000)
+    views = torch.zeros(1000, dtype=torch.uint8)
+    with pytest.raises(RefusedError, match="10000 of all"):
+        filled([views[at:] for at in range(11)])
+    extents = {str(key): Extent("file", key, 64 << 20) for key in range(65)}
+    with pytest.raises(RefusedError, match="bytes of objects that are no tensors, and at most"):
+        read_objects(tmp_path, extents)
 
 
 def test_what_is_carried_as_it_is_is_compared_with_its_checksums(tmp_path: Path) -> None:

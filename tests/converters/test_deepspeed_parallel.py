@@ -18,7 +18,7 @@ from support.checkpoints import carry, lay_out
 from support.command import run
 from support.damage import Damage
 from support.training.deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
-from support.training.deepspeed_jobs import Job, Runner, Saver
+from support.training.deepspeed_jobs import INFO, Job, Runner, Saver
 
 CUTS = r"""
 [[cut]]
@@ -37,14 +37,7 @@ dimension = 1
 [[cut]]
 parameters = '.*norm\..*|.*down_bias|.*embed.*|\d+\.(weight|places)'
 """
-INFO = {
-    "universal_checkpoint_version": 0.2,
-    "tp_replicated_parameter_patterns": [r".*norm\.", r".*down_bias", r".*embed"],
-    "parameter_with_row_parallelism_patterns": [r".*\.down$"],
-    "parameter_with_2_sub_params_cat_dim_0": [r".*gate_up"],
-}
 PIPE_INFO = {**INFO, "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed"]}
-"""What Megatron-DeepSpeed says of such parameters; what no pattern has is cut along dimension 0."""
 
 
 def at(tp: int = 0, pp: int = 0, dp: int = 1, **more: Any) -> Job:

@@ -16,6 +16,7 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.beside_tensors import with_degrees
 from scalai.converters.megatron.model_limits import limits_of
 from scalai.converters.opening import short_layers
+from scalai.core.degrees.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from support.checkpoints import carry, convert, gpt, lay_out, state, write
 from support.command import Capsys, run
@@ -256,6 +257,15 @@ def test_an_optimizer_of_two_kinds_is_muon_whoever_named_it() -> None:
     tensors = source.placed.collection.tensors
     assert [axis for axis, _, _ in limits_of(values, tensors).fixed] == ["tp"]
     assert not limits_of(source.values, tensors).fixed
+
+
+def test_rows_of_experts_that_alternate_stay_on_their_ranks() -> None:
+    source = gpt(moe_mlp_glu_interleave_size=32)
+    values = replace(source.values, degrees={"tp": 2, "etp": 1})
+    limits = limits_of(values, source.placed.collection.tensors)
+    assert refusal(Degrees(tp=1, pp=1, dp=1), replace(limits, expert_tp=1)) is None
+    why = refusal(Degrees(tp=2, pp=1, dp=1), replace(limits, expert_tp=2))
+    assert why and why.startswith("etp=2 must stay 1: --moe-mlp-glu-interleave-size")
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def test_tensors_that_suppose_other_arguments_are_refused(of_llama: Checkpoint) 
         ("gemma", {"apply_layernorm_1p": False}, "apply_layernorm_1p is False"),
         ("llama", {"rotary_interleaved": True}, "rotary_interleaved is True"),
         ("torchtitan", {"rotary_interleaved": False}, "rotary_interleaved is False"),
+        ("llama", {"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size is 32"),
     ):
         values = replace(of_llama.values, arguments={**ARGUMENTS, **arguments})
         request = TargetRequest("safetensors", read_mapping(find_mapping(name)))

@@ -101,6 +101,7 @@ FIXED = [
     ("--optimizer muon", {"optimizer": "muon"}, "tp", "orthogonalizes each"),
     ("--optimizer muon --muon-tp-mode blockwise",
      {"optimizer": "muon", "muon_tp_mode": "blockwise"}, "tp", "--muon-tp-mode blockwise"),
+    ("--moe-mlp-glu-interleave-size 32", {"moe_mlp_glu_interleave_size": 32}, "tp", "gate and up"),
     ("--encoder-num-layers 4 --decoder-num-layers 4",
      {"encoder_num_layers": 4, "decoder_num_layers": 4}, "pp", "T5 without pipeline parallelism"),
     ("--mtp-num-layers 1", {"mtp_num_layers": 1, "num_layers": 8}, "pp", "with tied embeddings"),

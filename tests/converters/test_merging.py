@@ -29,6 +29,7 @@ def make(folder: Path, dtype: str, **settings: Any) -> tuple[Path, Path, dict[st
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=settings.pop("is_tied", False),
     )  # fmt: skip
     if settings.pop("conv1d", False):
         config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2)
@@ -55,6 +56,8 @@ CASES = [
     ("float16", {"modules_to_save": ["norm", "lm_head"]}),
     ("float32", {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"k_proj": 3}}),
     ("float32", {"conv1d": True, "bias": "lora_only"}),
+    ("float32", {"init_lora_weights": "mica"}),
+    ("float32", {"is_tied": True, "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
 ]
 
 
@@ -94,6 +97,36 @@ def test_a_merged_model_goes_to_another_framework_at_once(tmp_path: Path) -> Non
     assert command("verify", tmp_path / "merged", tmp_path / "twice") == 4
     assert command("reshard", base, tmp_path / "base-alone", *flags) == 0
     assert command("verify", tmp_path / "base-alone", tmp_path / "then") == 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("settings", [
+    {"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens", "lm_head"]},
+    {"target_modules": ["q_proj", "lm_head"]},
+])  # fmt: skip
+def test_an_adapter_that_unties_its_base_is_refused(
+    tmp_path: Path, capsys: Capsys, settings: dict[str, Any]
+) -> None:
+    base, adapter, _ = make(tmp_path, "float32", is_tied=True, **settings)
+    words = ("reshard", base, tmp_path / "new", "--merge-adapter", adapter, "--workers", 1)
+    code, said = logged(capsys, *words)
+    assert code == 3 and "are one tensor (tie_word_embeddings)" in said, said
+
+
+def test_a_base_saved_without_the_module_around_it_is_known(tmp_path: Path) -> None:
+    """As the hub has GPT-2 and BLOOM."""
+    from safetensors.numpy import load_file, save_file
+
+    base, adapter, _ = make(tmp_path, "float32", conv1d=True)
+    assert merge(base, adapter, tmp_path / "whole") == 0
+    file, around = base / "model.safetensors", "transformer."
+    bare = {name.removeprefix(around): value for name, value in load_file(file).items()}
+    save_file(bare, file, {"format": "pt"})
+    assert merge(base, adapter, tmp_path / "bare") == 0
+    whole, bare = (load_file(tmp_path / of / file.name) for of in ("whole", "bare"))
+    assert whole.keys() == {f"{around}{name}" for name in bare}
+    for name, value in bare.items():
+        np.testing.assert_array_equal(value, whole[f"{around}{name}"])
 
 
 def test_every_box_of_a_matrix_is_changed_alike() -> None:

@@ -141,6 +141,12 @@ def test_other_arguments_are_named() -> None:
         ("apply_layernorm_1p", True, False),
         ("window_size", (128, 0), False),
         ("window_size", None, True),
+        ("activation_func_clamp_value", 1.0, False),
+        ("glu_linear_offset", 1.0, False),
+        ("softmax_scale", 1.0, False),
+        ("moe_expert_capacity_factor", 1.0, False),
+        ("moe_router_topk_scaling_factor", 1.0, True),
+        ("use_mup", True, False),
     ],
 )
 def test_arguments_that_no_entry_asks_for_make_another_model(

@@ -18,14 +18,10 @@ from scalai.runtime.live_fingerprints import device_fingerprint, fingerprint_of,
 from scalai.runtime.staging import RING_BYTES
 from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
-from support.written_rows import write_rows
+from support.written_rows import DTYPES, write_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
-    "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (5, 3), (2, 3, 70), (3000, 1), (300, 1500))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from scalai.converters.deepspeed.tag_files import find_tag
 from scalai.converters.layouts import open_checkpoint
-from support.training.deepspeed_jobs import Job
+from support.training.deepspeed_jobs import INFO, Job
 from support.training.jobs import AFTER, mean_losses
 from support.training.worker_pool import WorkerPool
 
@@ -17,13 +17,6 @@ Run = tuple[list[float], float, list[int]]
 
 FP32, BF16, FP16 = 1e-6, 2e-2, 2e-3
 SAMPLES = 12
-INFO = {
-    "universal_checkpoint_version": 0.2,
-    "tp_replicated_parameter_patterns": [r".*norm\.", r".*down_bias", r".*embed"],
-    "parameter_with_row_parallelism_patterns": [r".*\.down$"],
-    "parameter_with_2_sub_params_cat_dim_0": [r".*gate_up"],
-}
-"""What Megatron-DeepSpeed says of such parameters."""
 
 
 class Saves:

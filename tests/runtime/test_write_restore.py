@@ -30,12 +30,7 @@ from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
 from support.store_states import Opener
 from support.wire import travelled
-from support.written_rows import write_rows
-
-DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
-    "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+from support.written_rows import DTYPES, write_rows
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Slot:

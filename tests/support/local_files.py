@@ -67,16 +67,23 @@ def localise(
     return paths
 
 
-def rewrite(path: Path, change: Callable[[Fields, list[Fields]], object]) -> None:
-    """Write a rank's file again: ``change`` gets its common state and the entries of tensors."""
+def rewrite(
+    path: Path,
+    change: Callable[[Fields, list[Fields]], object],
+    keeps: Callable[[Fields], bool] = lambda _: True,
+) -> None:
+    """Write a rank's file again: ``change`` gets its common state and the entries of tensors.
+
+    Args:
+        keeps: Says of the entry of a tensor or object whether it stays.
+    """
     root, data = read_archive(path), map_file(path)
-    entries = [entry.state for entry in root.state["sharded_state_dict"]["all"]]
-    for entry in (
-        *entries,
-        *(e.state for e in root.state["sharded_state_dict"]["more"]["objects"]),
-    ):
-        entry["data"] = with_content(entry["data"], data)
-    change(root.state["common"], entries)
+    tree = root.state["sharded_state_dict"]
+    for shards in (tree["all"], tree["more"]["objects"]):
+        shards[:] = [shard for shard in shards if keeps(shard.state)]
+        for shard in shards:
+            shard.state["data"] = with_content(shard.state["data"], data)
+    change(root.state["common"], [entry.state for entry in tree["all"]])
     path.write_bytes(content_of(lay_out_archive(root)))
 
 

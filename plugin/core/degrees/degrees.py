@@ -184,8 +184,8 @@ class ModelLimits:
     refused: tuple[tuple[int, int, int, str], ...] = ()
     """(TP, PP, VPP, why): what the framework's own classes refuse."""
     fixed: tuple[tuple[str, int, str], ...] = ()
-    """(axis, size, why): axes that may have this one size only; 0: that of the job's first round,
-    which is not known yet."""
+    """(axis, size, why): axes that may have this one size only, ``etp`` of the experts among them;
+    0: that of the job's first round, which is not known yet."""
 
     def filled_from(self, other: "ModelLimits") -> "ModelLimits":
         """Return these limits, with defaults replaced from ``other``."""
@@ -227,8 +227,9 @@ def refusal(
 
 def _fixed_axes(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     for axis, size, why in limits.fixed:
-        if size and getattr(degrees, axis) != size:
-            yield f"{axis}={getattr(degrees, axis)} must stay {size}: {why}"
+        found = limits.expert_tp or degrees.tp if axis == "etp" else getattr(degrees, axis)
+        if size and found != size:
+            yield f"{axis}={found} must stay {size}: {why}"
 
 
 def _refused(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:

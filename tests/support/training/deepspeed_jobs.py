@@ -42,6 +42,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16-static": {"fp16": {**FP16, "loss_scale": 128}},
     "fp16-unscaled": {"fp16": {**FP16, "loss_scale": 1}},
 }
+INFO: dict[str, Any] = {
+    "universal_checkpoint_version": 0.2,
+    "tp_replicated_parameter_patterns": [r".*norm\.", r".*down_bias", r".*embed"],
+    "parameter_with_row_parallelism_patterns": [r".*\.down$"],
+    "parameter_with_2_sub_params_cat_dim_0": [r".*gate_up"],
+}
+"""What Megatron-DeepSpeed says of the parameters of ``deepspeed_parallel``; what no pattern has is
+cut along dimension 0."""
 
 
 @dataclass(frozen=True)
