@@ -113,15 +113,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _loop(scaler: Autoscaler, owner: Lease | None, end: threading.Event, *, is_once: bool) -> int:
-    began = time.time()
+    began = time.monotonic()
     while not end.is_set():
         if owner is not None and owner.is_superseded:
             raise RefusedError(f"another autoscaler owns these jobs now: {owner.problem}")
         is_done = scaler.turn()
         if is_once and is_done:
             return 0
-        if is_once and time.time() - began > GIVE_UP_S + GRACE_S:
-            log.error("event=exit not carried out within %.0f s", time.time() - began)
+        if is_once and time.monotonic() - began > GIVE_UP_S + GRACE_S:
+            log.error("event=exit not carried out within %.0f s", time.monotonic() - began)
             return FAILED
         end.wait(LOOK_S)
     return 0
@@ -191,9 +191,12 @@ class _Metrics:
             address = split_endpoint(port if ":" in port else f"127.0.0.1:{port}")
             self._open.append(MetricsServer(address, text, CONTENT_TYPE_LATEST))
 
-    def note(self, name: str, labels: Mapping[str, str], value: float) -> None:
+    def note(self, name: str, labels: Mapping[str, str], value: float | None) -> None:
         with self._lock:
             metric = self._metrics[name]
+            if value is None:
+                metric.remove(*labels.values())
+                return
             metric = metric.labels(**labels) if labels else metric
             if name in ("decisions", "changes"):
                 metric.inc(value)

@@ -2,7 +2,7 @@
 requests that are under way."""
 
 import logging
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,11 +25,13 @@ from scalai.launch.coordinator.person_calls import Scale
 COMMAND_S = 20.0
 """Longest command of Slurm, in seconds."""
 REPEAT_S = 30.0
-"""Seconds between two requests for one change."""
+"""Seconds between two requests for one change, and behind a failed one."""
 GIVE_UP_S = 600.0
 """Longest wait for a change, in seconds."""
 REFUSED_S = 60.0
 """Rest of a refused size, in seconds."""
+LONGEST_REST_S = 6 * 3600.0
+"""Longest rest of a size that has not come again and again, in seconds."""
 
 log = logging.getLogger("scalai.autoscale")
 
@@ -116,7 +118,7 @@ class Hosts(_Unbound):
         return devices % self._per_host == 0
 
     def _hosts(self, devices: int) -> int:
-        return max(1, devices // self._per_host)
+        return max(1, -(-devices // self._per_host))
 
 
 class Kubernetes(Hosts):
@@ -190,9 +192,11 @@ class Slurm(Hosts):
     def _tasks(self, name: str) -> tuple[str, list[int], int]:
         """The array of this name whose turn it is, its running tasks, and the number of those that
         wait."""
-        query = ("--noheader", "--array", f"--name={name}", "--states=PENDING,RUNNING")
+        query = ("--me", "--noheader", "--array", f"--name={name}", "--states=PENDING,RUNNING")
         output = self._run("squeue", *query, "--format=%F %K %T")
-        rows = [row for line in output.splitlines() if len(row := line.split()) == 3]
+        # A job that is no array has the task N/A.
+        rows = [row for line in output.splitlines()
+                if len(row := line.split()) == 3 and row[1].isdecimal()]  # fmt: skip
         running = [(row[0], int(row[1])) for row in rows if row[2] == "RUNNING"]
         arrays = {array for array, _ in running} or {row[0] for row in rows}
         if not arrays or (running and len(arrays) > 1):
@@ -224,19 +228,21 @@ def hand_of(engine: str, per_host: int) -> Hand:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """A size that a job was asked to take, and the times of the first and the newest request."""
+    """A size that a job was asked to take, and the times of the first and the newest request, by
+    the monotonic clock."""
 
     devices: int
     since: float
     at: float
 
 
-Meter = Callable[[str, Mapping[str, str], float], object]
-"""Takes a metric's name, its labels and its value."""
+Meter = Callable[[str, Mapping[str, str], float | None], object]
+"""Takes a metric's name, its labels and its value; None: it is no more."""
 
 
 class Requests:
-    """Asks for the devices that were decided, until the jobs have them.
+    """Asks for the devices that were decided, until the jobs have them. Times are of the monotonic
+    clock.
 
     Args:
         may_act: Whether this process owns the jobs.
@@ -254,8 +260,13 @@ class Requests:
         self._may_act, self._meter = may_act, meter
         self._sought: dict[str, Sought] = {}
         self._refused: dict[tuple[str, int], float] = {}
+        """Ends of the rests of sizes."""
+        self._rests: dict[tuple[str, int], float] = {}
+        """Newest rests of sizes that have not come, in seconds."""
+        self._failed: dict[str, float] = {}
+        """Times of the newest requests that failed."""
         self._told: dict[str, int] = {}
-        """Sizes that an engine has been told."""
+        """Sizes that were asked for last."""
 
     def pending(self, name: str) -> Sought | None:
         return self._sought.get(name)
@@ -276,16 +287,22 @@ class Requests:
                 continue
             elif known.seen.devices == sought.devices and known.seen.is_training:
                 del self._sought[name]
+                self._rests.pop((name, sought.devices), None)
             elif now - sought.since > GIVE_UP_S:
                 del self._sought[name]
-                lost.append((name, sought.devices))
-                self._refuse(name, sought.devices, f"not within {GIVE_UP_S:.0f} s")
+                size = name, sought.devices
+                rest_s = min(2 * self._rests.get(size, REFUSED_S / 2), LONGEST_REST_S)
+                self._rests[size] = rest_s
+                lost.append(size)
+                self._refuse(*size, f"not within {GIVE_UP_S:.0f} s", now + rest_s)
         self._refused = {key: until for key, until in self._refused.items() if until > now}
+        self._rests = {key: rest_s for key, rest_s in self._rests.items() if key[0] in jobs}
+        self._failed = {name: at for name, at in self._failed.items() if name in jobs}
         self._told = {name: devices for name, devices in self._told.items() if name in jobs}
         return lost
 
-    def _refuse(self, name: str, devices: int, why: str) -> None:
-        self._refused[name, devices] = time.time() + REFUSED_S
+    def _refuse(self, name: str, devices: int, why: str, until: float) -> None:
+        self._refused[name, devices] = until
         self._meter("changes", {"job": name, "outcome": "refused"}, 1)
         log.warning("event=not_changed job=%s devices=%d %s", name, devices, why)
 
@@ -305,17 +322,19 @@ class Requests:
         is_done, refused = True, []
         for name, devices in sorted(target.items(), key=lambda of: of[1] - taken.get(of[0], 0)):
             known = jobs.get(name)
-            if known is None or not devices or not self._is_to_ask(known, devices):
+            if known is None or not devices or not self._is_to_ask(known, devices, now):
                 continue
             is_done = False
             others = sum(count for other, count in taken.items() if other != name)
             if devices > known.seen.devices and others + devices > most:
                 continue
+            if now - self._failed.get(name, -math.inf) < REPEAT_S:
+                continue
             try:
                 if self._ask(name, devices, now):
                     taken[name] = max(known.seen.devices, devices)
             except ScalaiError as error:
-                self._refuse(name, devices, str(error))
+                self._refuse(name, devices, str(error), now + REFUSED_S)
                 refused.append((name, devices))
         return is_done and not self._sought, refused
 
@@ -324,15 +343,16 @@ class Requests:
         sought = self._sought.get(name)
         return max(seen.devices, 0 if sought is None else sought.devices)
 
-    def _is_to_ask(self, known: Known, devices: int) -> bool:
+    def _is_to_ask(self, known: Known, devices: int, now: float) -> bool:
         name, seen = known.file.name, known.seen
         if known.state != "runs" and not (self._hand.is_engine and known.state == "waits"):
             return False
         sought = self._sought.get(name)
         if sought is not None and sought.devices == devices:
-            return time.time() - sought.at > REPEAT_S and seen.is_training
-        is_known = not self._hand.is_engine or self._told.get(name) == devices
-        return seen.devices != devices or not is_known
+            return now - sought.at > REPEAT_S and seen.is_training
+        # Without an engine a job that was asked for nothing stays as it is.
+        told = self._told.get(name, None if self._hand.is_engine else devices)
+        return seen.devices != devices or told != devices
 
     def _ask(self, name: str, devices: int, now: float) -> bool:
         """Ask once; False: nobody can be asked now. Raises ``ScalaiError``: it is refused."""
@@ -343,11 +363,13 @@ class Requests:
         self._problems.note("lease")
         try:
             answer = self._hand.give(self._jobs[name], devices, is_dry=False)
-        except PeerError as error:
-            if isinstance(error, AnswerError):
+        except ScalaiError as error:
+            self._failed[name] = now
+            if not isinstance(error, PeerError) or isinstance(error, AnswerError):
                 raise
             self._problems.note(f"change of {name}", f"{error} It is tried again.")
             return False
+        self._failed.pop(name, None)
         self._problems.note(f"change of {name}")
         before = self._sought.get(name)
         since = before.since if before is not None and before.devices == devices else now

@@ -51,7 +51,7 @@ def view(
     Args:
         most: Most devices that it can have.
         is_valid: Whether it can have a size.
-        pending: A size that was asked for, and the time.
+        pending: A size that was asked for, and the seconds since.
     """
     history = seen.history if seen.workers else None
     resizes = () if history is None else history.resizes
@@ -61,7 +61,7 @@ def view(
     since = now - resizes[-1].at if resizes else math.inf
     devices = seen.devices
     if pending is not None and devices:
-        devices, since = pending[0], now - pending[1]
+        devices, since = pending
     least = min(file.devices[0], most)
     asked = min(max(file.asked, least), most)
     rates = _rates(history, asked, (least, most), per_host)
@@ -70,7 +70,7 @@ def view(
             rates[size] = 0.0
     step = seen.status["step"] if seen.status is not None else 0
     return ClusterJob(
-        file.name, file.kind, min(file.at, begun), asked, (least, most),
+        file.name, file.name, min(file.at, begun), asked, (least, most),
         Standing(devices, max(0.0, now - begun) if devices else 0.0, service, since),
         rates, None if file.steps is None else float(max(0, file.steps - step)),
         pause_of(history), file.priority,

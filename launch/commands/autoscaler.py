@@ -1,6 +1,7 @@
 """The turn of ``scalai autoscale``: look at the jobs, decide, and have the hands ask for it."""
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -43,24 +44,28 @@ class Devices:
 
     def without(self, count: int) -> "Devices":
         """What is left beside jobs with so many."""
-        if self.hosts == 1:
-            return Devices(1, max(0, self.per_host - count))
+        if self.hosts == 1 and count < self.per_host:
+            return Devices(1, self.per_host - count)
         return Devices(max(0, self.hosts - -(-count // self.per_host)), self.per_host)
+
+
+_DEVICES = re.compile(r"(?:(\d{1,6})x)?0*([1-9]\d{0,5})")
 
 
 def read_devices(text: str) -> Devices:
     """Read ``N``, ``HOSTSxN``, or a file with such a text. Raises ``UsageError``."""
-    found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", text.strip())
+    found = _DEVICES.fullmatch(text.strip())
     if found is None:
         try:
             content = Path(text).read_text()[:64]
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"--devices {text}: expected N, HOSTSxN, or a file with one of them ({error})."
+                f"--devices {text}: expected N, HOSTSxN (N from 1 on), or a file with one of them "
+                f"({error})."
             ) from error
-        found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", content.strip())
+        found = _DEVICES.fullmatch(content.strip())
         if found is None:
-            raise UsageError(f"{text} holds {content!r}; expected N or HOSTSxN.")
+            raise UsageError(f"{text} holds {content!r}; expected N or HOSTSxN, N from 1 on.")
     return Devices(int(found[1] or 1), int(found[2]))
 
 
@@ -98,7 +103,8 @@ class Autoscaler:
             folder, per_host, self._problems, asks_sizes=not self._hand.is_engine, check=self._check
         )
         self._requests = Requests(self._hand, self._jobs, self._problems, may_act, meter)
-        self._began = time.time()
+        self._heard_at = time.monotonic()
+        """Time without a missing first answer."""
         self._memory: Mapping[str, float] = {}
         self._target: dict[str, int] = {}
         self._facts: Mapping[str, object] = {}
@@ -106,9 +112,10 @@ class Autoscaler:
         self._had: Mapping[str, int] = {}
         """Devices of the jobs at the newest decision."""
         self._decided: float | None = None
-        self._engine_at = 0.0
+        self._engine_at = -math.inf
         self._again = ""
         """Why the next decision comes before its time."""
+        self._measured: set[str] = set()
 
     def _check(self, file: JobFile) -> None:
         if self._name in NEED_LENGTH and file.steps is None:
@@ -118,19 +125,19 @@ class Autoscaler:
         """Look, decide after an event or when it is time, and act. Returns whether every job has
         what the newest decision gives it."""
         self._read_devices()
-        jobs = self._jobs.look()
+        jobs, now = self._jobs.look(), time.monotonic()
         if names := self._jobs.waits_for:
-            if time.time() - self._began > SOON_S:
+            if now - self._heard_at > SOON_S:
                 text = f"{', '.join(names)} may have devices: none is given."
                 self._problems.note("first answers", text)
             return False
         self._problems.note("first answers")
-        now = time.time()
+        self._heard_at = now
         self._look_at_engine(jobs, now)
         self._drop(self._requests.settle(jobs, now))
         why = _news(self._facts, self._facts_of(jobs)) + [self._again] * bool(self._again)
         if why or self._decided is None or now - self._decided >= self._every_s:
-            self._decide(jobs, now, why)
+            self._decide(jobs, why)
             self._facts, self._decided, self._again = self._facts_of(jobs), now, ""
         self._measure(jobs)
         if self._is_dry:
@@ -182,14 +189,13 @@ class Autoscaler:
             is_on_way = target is not None and size in (target, self._had.get(name))
             at = target if is_on_way else size
             facts[f"size {name}"] = at if known.state == "runs" else None
-            facts[f"file {name}"] = known.file.at
+            facts[f"file {name}"] = known.file
             facts[f"slots {name}"] = known.seen.sizes
             facts[f"waits {name}"] = self._hand.waits(known.file)
         return facts
 
-    def _question(self, jobs: Mapping[str, Known], now: float) -> Question:
-        silent = sum(known.seen.devices for known in jobs.values() if known.state == "silent")
-        left, found = self._given.without(silent), list[ClusterJob]()
+    def _question(self, jobs: Mapping[str, Known], now: float, clock: float) -> Question:
+        left, found = self._left(jobs), list[ClusterJob]()
         for name, known in jobs.items():
             if known.state in ("runs", "waits"):
                 sought = self._requests.pending(name)
@@ -198,14 +204,24 @@ class Autoscaler:
                         known.file, known.seen, now, self._devices.per_host,
                         most=self._hand.most(known.file, known.seen),
                         is_valid=lambda size, of=known: self._requests.can_have(of, size),  # type: ignore[misc]
-                        pending=None if sought is None else (sought.devices, sought.since),
+                        pending=None if sought is None else (sought.devices, clock - sought.since),
                     )
                 )  # fmt: skip
         found.sort(key=lambda job: (job.submitted_s, job.name))
         return Question(now, tuple(found), left.hosts, left.per_host)
 
-    def _decide(self, jobs: Mapping[str, Known], now: float, why: list[str]) -> None:
-        question = self._question(jobs, now)
+    def _left(self, jobs: Mapping[str, Known]) -> Devices:
+        """The devices beside silent jobs: one that has never answered may have its most of those
+        that no other job is known to have."""
+        silent = [known for known in jobs.values() if known.state == "silent"]
+        left = self._given.without(sum(known.seen.devices for known in silent))
+        running = sum(known.seen.devices for known in jobs.values() if known.state == "runs")
+        unheard = sum(known.file.devices[1] for known in silent if known.seen.status is None)
+        return left.without(min(left.without(running).count, unheard))
+
+    def _decide(self, jobs: Mapping[str, Known], why: list[str]) -> None:
+        now = time.time()
+        question = self._question(jobs, now, time.monotonic())
         answer = self._policy(question, self._memory)
         self._memory = answer.memory
         target = {job.name: answer.devices.get(job.name, 0) for job in question.jobs}
@@ -250,6 +266,10 @@ class Autoscaler:
         for name, known in jobs.items():
             self._meter("job_devices", {"job": name}, held[name])
             self._meter("job_silent", {"job": name}, known.state == "silent")
+        for name in self._measured - jobs.keys():
+            self._meter("job_devices", {"job": name}, None)
+            self._meter("job_silent", {"job": name}, None)
+        self._measured = set(jobs)
 
     def close(self) -> None:
         self._jobs.close()

@@ -12,6 +12,8 @@ ROLE = "apiGroups: [batch], resources: [jobs], verbs: [get, patch]"
 """Rule of the Role for this command."""
 ENDED = {"Complete", "Failed", "SuccessCriteriaMet", "FailureTarget"}
 """Conditions of a Job whose size is fixed."""
+TRANSIENT = 408, 409, 429
+"""Statuses 4xx of a call that may be tried again."""
 
 
 def scale_job(name: str, pods: int, *, is_dry: bool) -> str:
@@ -25,8 +27,8 @@ def scale_job(name: str, pods: int, *, is_dry: bool) -> str:
 
     Raises:
         UsageError: No pod, or no pods.
-        RefusedError: The Job cannot have another size.
-        PeerError: There is no such Job, no access, or no API server.
+        RefusedError: There is no such Job, no access, or it cannot have this size.
+        PeerError: No API server, or it has failed.
     """
     if pods < 1:
         raise UsageError(
@@ -41,7 +43,8 @@ def scale_job(name: str, pods: int, *, is_dry: bool) -> str:
             about, method, "batch/v1", "jobs", name, content, is_dry=is_dry and content is not None
         )
         if status != 200:
-            raise PeerError(_problem(about, status, found))
+            is_refused = 400 <= status < 500 and status not in TRANSIENT
+            raise (RefusedError if is_refused else PeerError)(_problem(about, status, found))
         return found
 
     try:

@@ -1,4 +1,4 @@
-"""Coordinators in the test's own time, closed at its end."""
+"""Coordinators in the test's own time, closed at its end; and Kubernetes' API server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import pytest
 
 from support.coordinator_line import MANY, Line
+from support.kubernetes_api import Api, seen_from_a_pod
 
 
 class OpenLine(Protocol):
@@ -30,3 +31,9 @@ def open_line(tmp_path: Path) -> Iterator[OpenLine]:
 @pytest.fixture
 def line(open_line: OpenLine) -> Line:
     return open_line()
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    with seen_from_a_pod(tmp_path / "api", monkeypatch) as found:
+        yield found

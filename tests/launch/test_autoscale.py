@@ -13,7 +13,7 @@ from scalai.launch.commands.autoscale_view import measured, view
 from scalai.launch.commands.autoscaler import Devices, read_devices
 from scalai.launch.commands.job_history import history_of, read_resize
 from support.command import logged
-from support.kubernetes_api import Api, seen_from_a_pod
+from support.kubernetes_api import Api
 
 
 def file(folder: Path, text: str, name: str = "gpt") -> Path:
@@ -38,7 +38,16 @@ def test_a_file_names_what_is_not_usual(tmp_path: Path) -> None:
         ("", "expected [least, most]"),
         ("devices = [1, 4]\nprioritty = 2", "Did you mean priority?"),
         ("devices = [1, 4]\nsteps = 0", "steps = 0"),
-        ("devices = [1, 4]\nasked = 8", "asked = 8"),
+        ("devices = [1, 4]\nasked = 8", "asked = 8; expected a whole number from 1 to 4"),
+        ('devices = [1, 4]\nasked = "2"', "asked = '2'; expected a whole number"),
+        ("devices = [1, 4]\nasked = 2.5", "asked = 2.5; expected a whole number"),
+        ('devices = [1, 4]\nsteps = "900"', "steps = '900'; expected a whole number"),
+        ("devices = [1, 4]\nsteps = true", "steps = True; expected a whole number"),
+        ('devices = [1, 4]\npriority = "high"', "priority = 'high'; expected a number above 0"),
+        ("devices = [1, 4]\npriority = inf", "priority = inf; expected a number above 0"),
+        ("devices = [1, 4]\njob = 5", "job = 5; expected a text"),
+        ("devices = [1, 4_000_000_000]", "expected [least, most]"),
+        (f"devices = [1, 4]\nx = {'[' * 9999}", "cannot be read"),
         ("devices = [1, 4]\nbatch = [64, 256]", "keeps its global batch"),
         ('devices = [1, 4]\ncoordinator = "h:1"', "token_file"),
         ('devices = [1, 4]\ncoordinator = "h"\ntoken_file = "t"', "is not HOST:PORT"),
@@ -57,9 +66,14 @@ def test_devices_are_a_number_a_grid_or_a_file(tmp_path: Path) -> None:
     assert read_devices(str(tmp_path / "devices")) == Devices(2, 8)
     assert Devices(2, 8).without(9) == Devices(0, 8)
     assert Devices(1, 8).without(3) == Devices(1, 5)
-    for wrong in ("x", "-1", "2x"):
+    assert Devices(1, 8).without(8) == Devices(1, 8).without(9) == Devices(0, 8)
+    assert read_devices("0x8") == Devices(0, 8)
+    for wrong in ("x", "-1", "2x", "0", "8x0"):
         with pytest.raises(UsageError, match="expected N"):
             read_devices(wrong)
+    (tmp_path / "devices").write_text("8x0\n")
+    with pytest.raises(UsageError, match="holds '8x0"):
+        read_devices(str(tmp_path / "devices"))
 
 
 @pytest.mark.fault
@@ -103,12 +117,6 @@ def test_a_jobs_own_steps_and_pauses_say_what_it_would_gain(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    with seen_from_a_pod(tmp_path / "api", monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
 def watch(tmp_path: Path) -> Iterator[JobWatch]:
     text = f'devices = [8, 64]\nstore_dir = "{tmp_path}"'
     found = JobWatch(read_job(file(tmp_path, text)), 8, asks_sizes=False)
@@ -146,10 +154,12 @@ def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: str) -> Path:
 def test_a_smaller_array_has_a_lower_throttle_and_its_last_tasks_drain(
     tmp_path: Path, watch: JobWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = r"7 0 RUNNING\n7 3 RUNNING\n7 1 RUNNING\n7 4 PENDING\n"
+    """A job of this name that is no array is left alone."""
+    rows = r"7 0 RUNNING\n7 3 RUNNING\n9 N/A RUNNING\n7 1 RUNNING\n7 4 PENDING\n6 N/A PENDING\n"
     log = slurm(tmp_path, monkeypatch, rows)
     assert "7_1, 7_3 drain" in Slurm(8).give(watch, 8, is_dry=False)
     calls = [line.rpartition("/")[2] for line in log.read_text().splitlines()]
+    assert calls[0].startswith("squeue --me ")
     assert calls[1:] == [
         "scontrol update JobId=7 ArrayTaskThrottle=1", "scancel --signal=USR1 7_1",
         "scancel --signal=USR1 7_3",

@@ -1,20 +1,12 @@
 """``scalai scale --kubernetes``: an Indexed Job gets another number of pods, or the reason why not
 is said."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scalai.launch import cli
-from support.kubernetes_api import Api, seen_from_a_pod
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    with seen_from_a_pod(tmp_path / "api", monkeypatch) as found:
-        yield found
+from support.kubernetes_api import Api
 
 
 def scale(*flags: str, job: str = "gpt") -> int:
@@ -85,12 +77,15 @@ def test_a_job_of_a_fixed_size_is_refused(
 
 @pytest.mark.fault
 def test_a_failed_call_names_the_way_out(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scale("--nnodes", "2", job="../leases/x") == 1
+    assert scale("--nnodes", "2", job="../leases/x") == 3
     assert "404" in capsys.readouterr().err
     assert api.asked[-1][1].endswith("/jobs/..%2Fleases%2Fx")
-    for status, why in ((403, "needs a Role with"), (500, "500 a failure")):
+    for status, why, code in (
+        (403, "needs a Role with", 3), (422, "422 a failure", 3), (429, "429 a failure", 1),
+        (500, "500 a failure", 1),
+    ):  # fmt: skip
         api.status = status
-        assert scale("--nnodes", "2") == 1
+        assert scale("--nnodes", "2") == code
         assert why in capsys.readouterr().err
     api.status = None
     api.jobs["gpt"] = {"kind": "Job"}

@@ -16,7 +16,7 @@ from scalai.launch.commands.autoscale_hands import Kubernetes
 from scalai.launch.commands.autoscaler import Autoscaler
 from scalai.launch.commands.kubernetes_job import scale_job
 from scalai.launch.commands.kueue import pods_by_lane, quantity, read_shares, share_of
-from support.kubernetes_api import Api, seen_from_a_pod
+from support.kubernetes_api import Api
 from support.kueue import FLAVOR, GATE, GPU, QUEUES, Kueue
 from support.waiting import wait_until
 
@@ -35,12 +35,6 @@ def test_quantities(text: str, value: Fraction) -> None:
 def test_what_is_no_quantity_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="no quantity"):
         quantity(text)
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    with seen_from_a_pod(tmp_path / "api", monkeypatch) as found:
-        yield found
 
 
 def queued(api: Api, pods: int, name: str = "gpt", **about: Any) -> Kueue:

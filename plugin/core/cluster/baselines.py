@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from scalai.core.cluster.question import Answer, ClusterJob, Memory, Question
 
 TIRESIAS_SERVICE_S = 16 * 3600
@@ -63,7 +65,7 @@ def tiresias(question: Question, memory: Memory) -> Answer:
 
 
 def optimus(question: Question, memory: Memory) -> Answer:
-    """Give one device to each job, and each further one where it saves the most time.
+    """Give its least devices to each job, and each further one where it saves the most time.
 
     Source:
         Optimus (Peng et al., EuroSys 2018), section 4.1, "marginal gain"; differs in: workers
@@ -71,24 +73,34 @@ def optimus(question: Question, memory: Memory) -> Answer:
     """
     left = question.devices
     sizes: dict[str, int] = {}
-    gains: dict[str, float] = {}
+    steps: dict[str, tuple[int, float]] = {}
     jobs = {job.name: job for job in question.jobs}
     for job in question.jobs:
-        sizes[job.name] = 1 if left else 0
+        least = _more(job, 0) or 1
+        sizes[job.name] = least if least <= left else 0
         left -= sizes[job.name]
-        gains[job.name] = _saved(job, 1) if left and sizes[job.name] else 0.0
-    while left and max(gains.values(), default=0.0) > 0:
-        name = max(gains, key=lambda name: gains[name])
-        sizes[name] += 1
-        left -= 1
-        gains[name] = _saved(jobs[name], sizes[name])
+        if sizes[job.name]:
+            steps[job.name] = _step(job, least)
+    while fitting := {n: gain for n, (more, gain) in steps.items() if gain > 0 and more <= left}:
+        name = max(fitting, key=lambda name: fitting[name])
+        sizes[name] += steps[name][0]
+        left -= steps[name][0]
+        steps[name] = _step(jobs[name], sizes[name])
     # The smallest are placed first.
     return Answer({name: sizes[name] for name in sorted(sizes, key=lambda name: sizes[name])})
 
 
-def _saved(job: ClusterJob, devices: int) -> float:
-    """Return the seconds that one more device saves until the job's end."""
+def _more(job: ClusterJob, devices: int) -> int:
+    """Return the devices that the next larger size with a rate has more; 0: there is none."""
+    larger = np.flatnonzero(job.rates[devices + 1 :] > 0)
+    return int(larger[0]) + 1 if len(larger) else 0
+
+
+def _step(job: ClusterJob, devices: int) -> tuple[int, float]:
+    """Return the devices more of the next larger size, and the seconds that each of them saves
+    until the job's end."""
     assert job.remaining is not None, "Optimus knows each job's remaining work"
-    if devices + 1 >= len(job.rates):
-        return 0.0
-    return job.remaining * float(1 / job.rates[devices] - 1 / job.rates[devices + 1])
+    if not (more := _more(job, devices)):
+        return 0, 0.0
+    saved = float(1 / job.rates[devices] - 1 / job.rates[devices + more])
+    return more, job.remaining * saved / more

@@ -167,7 +167,7 @@ def _worths(
     for behind, at in enumerate(order):
         speeds = _speedups(jobs[at], sizes, question, taste)
         size, speed = _usual(speeds, sizes, taste)
-        saved = (1 + taste.others * behind * size / question.devices) / speed
+        saved = (1 + taste.others * behind * size / max(question.devices, 1)) / speed
         worths[at] = jobs[at].priority * saved * speeds
     return worths
 

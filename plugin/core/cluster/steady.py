@@ -55,8 +55,13 @@ def _no_larger(job: ClusterJob) -> ClusterJob:
 
 
 def _allowed(job: ClusterJob, wanted: Mapping[str, int]) -> int:
-    """Devices that a policy gives a job; one that serves as asked does not look at its limits."""
-    return min(wanted.get(job.name, 0), job.allowed[1])
+    """Devices that a policy gives a job. One that serves as asked does not look at its limits and
+    sizes: then the next smaller size that the job can have, else its least."""
+    devices = min(wanted.get(job.name, 0), job.allowed[1])
+    if devices in (0, job.devices) or not len(job.rates) or _rate(job, devices) > 0:
+        return devices
+    below = _valid_below(job, devices)
+    return below[-1] if below else min(_valid_below(job, job.allowed[1] + 1), default=0)
 
 
 def _kept(question: Question, wanted: Mapping[str, int]) -> dict[str, int]:

@@ -66,6 +66,8 @@ def test_no_more_devices_are_given_than_there_are_and_each_job_keeps_its_limits(
 def test_a_job_alone_runs(name: str) -> None:
     assert POLICIES[name](ask(job(0)), {}).devices["job-0"] >= 1
     assert POLICIES[name](ask(), {}).devices == {}
+    none = steady(POLICIES[name])(ask(job(0), hosts=0), {})
+    assert none.devices == {}
 
 
 @pytest.mark.parametrize("name", ["goodput", "shortest", "dynamic-program"])
@@ -124,6 +126,16 @@ def test_a_job_that_asks_for_more_than_all_devices_gets_all_of_them(name: str) -
     assert POLICIES[name](ask(job(0, asked=9), hosts=2), {}).devices == {"job-0": 8}
 
 
+def test_optimus_steps_over_sizes_that_a_job_cannot_have() -> None:
+    rates = np.zeros(17)
+    rates[[2, 4, 8, 16]] = 2.0, 3.8, 7.0, 12.0
+    assert POLICIES["optimus"](ask(job(0, rates=rates)), {}).devices == {"job-0": 16}
+    jobs = job(0, rates=rates), job(1, rates=rates), job(2)
+    found = POLICIES["optimus"](ask(*jobs, hosts=2), {}).devices
+    assert found == {"job-0": 2, "job-1": 2, "job-2": 4}
+    assert POLICIES["optimus"](ask(job(0, rates=rates), hosts=0), {}).devices == {"job-0": 0}
+
+
 def test_qssf_serves_the_kind_first_that_was_short_before() -> None:
     past = (*[Ended("long", 4, 9000.0)] * 3, *[Ended("short", 4, 60.0)] * 3)
     jobs = [job(0, kind="long"), job(1, kind="short")]
@@ -164,6 +176,22 @@ def test_every_policy_leaves_running_jobs_their_least_devices(name: str, seed: i
 def test_a_job_that_would_be_stopped_keeps_its_least_and_others_wait() -> None:
     assert given({"job-1": 4}, running(0, 4), job(1)) == {"job-0": 4}
     assert given({"job-0": 1, "job-1": 3}, running(0, 4), job(1)) == {"job-0": 1, "job-1": 3}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "given_now"), [((2, 4), 4, 4), ((1, 2), 4, 2), ((4,), 3, 4), ((), 4, 0)]
+)
+def test_a_job_that_cannot_have_what_was_asked_gets_the_next_size(
+    sizes: tuple[int, ...], asked: int, given_now: int
+) -> None:
+    """The next smaller one, else its least; unless nothing is known of its speeds."""
+    rates = np.zeros(17)
+    rates[list(sizes)] = 1.0
+    found = given({"job-0": asked}, job(0, rates=rates))
+    assert found == ({"job-0": given_now} if given_now else {})
+    assert given({"job-0": asked}, job(0, rates=np.zeros(0))) == {"job-0": asked}
+    present = running(0, 3, rates=rates)
+    assert given({"job-0": 3}, present) == {"job-0": 3}
 
 
 def test_a_job_that_has_just_changed_does_not_grow_again() -> None:
