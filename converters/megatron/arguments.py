@@ -193,6 +193,7 @@ _NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
 _NEEDS_EVEN_SHARES = {
     "--hybrid-context-parallel", SCHEDULE, "--vision-pretraining", "--cuda-graph-impl",
     "--enable-cuda-graph", "--external-cuda-graph", "--overlap-moe-expert-parallel-comm",
+    "--iterations-to-skip",
 }  # fmt: skip
 """Samples are not dealt by place, or a filler would not be known as one."""
 _BALANCE, _GLOBAL_BALANCE = "--moe-router-load-balancing-type", "global_aux_loss"

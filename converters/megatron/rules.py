@@ -45,6 +45,8 @@ _REFUSED: Mapping[str, str] = {
     "logits_save_dir": "outputs are saved by data-parallel rank; save them in a run of its own",
     "inprocess_restart": "it restarts the workers itself; leave it out",
     "moe_use_upcycling": "it would be repeated at every change; upcycle in a run of its own",
+    "optimizer_cuda_graph": "a replayed update is not seen, so that snapshots would mix two; leave "
+    "it out",
     "perform_rl_step": "the model makes its own data, no sampler does; train without it",
     "skip_train": "nothing is trained; run it without --elastic",
     "titles_data_path": "ICT's loss is a softmax over all samples of a pass; pretrain it elsewhere",
@@ -92,7 +94,6 @@ _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
 _NO_OFFLOAD: Mapping[str, str] = {
     "fp8": "keeps scales beside the masters",
     "no_decoupled_weight_decay": "does not go with it",
-    "optimizer_cuda_graph": "does not go with it",
     "overlap_param_gather_with_optimizer_step": "does not go with it",
     "use_precision_aware_optimizer": "keeps masters and moments in another way",
 }

@@ -76,6 +76,8 @@ def warnings_of(args: Any) -> Iterator[str]:
         )
     if getattr(args, "exit_duration_in_mins", None):
         yield "--exit-duration-in-mins counts from the newest start of the workers"
+    if getattr(args, "check_for_spiky_loss", False):
+        yield "--check-for-spiky-loss collects its first hundred losses anew behind each change"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,8 @@ class TrainingHooks:
         self._flops = 0.0
         self._wandb_run_id = ""
         self._is_reduced = False
+        self._notes: list[Callable[[], object]] | None = []
+        """Lines for the log of progress, until the round has begun. None: it has."""
         self._asked: Json = None
         self._start_wandb: Call | None = None
         self._makes_data_sets: Call | None = None
@@ -209,6 +213,7 @@ class TrainingHooks:
         self._decide_signature = inspect.signature(training.checkpoint_and_decide_exit)
         for name, hook in (
             ("pretrain", self.pretrain),
+            ("append_to_progress_log", self.note_progress),
             ("setup_model_and_optimizer", self.setup_model_and_optimizer),
             ("get_optimizer_param_scheduler", self.build_scheduler),
             ("build_train_valid_test_datasets", self.build_data_sets),
@@ -229,9 +234,17 @@ class TrainingHooks:
         global_vars._set_wandb_writer = lambda args: None
 
     def pretrain(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        makes = args[0] if args else kwargs.get("train_valid_test_dataset_provider")
-        self._makes_data_sets = makes
+        given = given_to(wrapped, args, kwargs)  # the first is the configuration, from 0.19 on
+        self._makes_data_sets = given["train_valid_test_dataset_provider"]
         return wrapped(*args, **kwargs)
+
+    def note_progress(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Keep the start of a round out of ``--log-progress`` until the round before has ended: its
+        saves would fail, without a start of their own size behind that of another one."""
+        if self._notes is None:
+            return wrapped(*args, **kwargs)
+        self._notes.append(partial(wrapped, *args, **kwargs))
+        return None
 
     def setup_model_and_optimizer(
         self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
@@ -277,6 +290,9 @@ class TrainingHooks:
             samples=job.consumed_train_samples,
             restore=is_restoring,
         )
+        notes, self._notes = self._notes or [], None
+        for note in notes:
+            note()
         self._continue_writers(job)
         return built
 

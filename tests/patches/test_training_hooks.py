@@ -121,6 +121,8 @@ class FakeTraining:
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
+        self.session = FakeSession()
+        self.progress: list[tuple[str, bool]] = []
         self.loaded_from: list[str | None] = []
         self.closed: list[str] = []
         self.writer = SimpleNamespace(add_scalar=never, close=self._closing("writer"))
@@ -149,9 +151,15 @@ class FakeTraining:
     def get_optimizer_param_scheduler(self, optimizer: Any) -> Any:
         return "scheduler"
 
-    def pretrain(self, provider: Any, model_provider: Any) -> None:
+    def pretrain(self, train_valid_test_dataset_provider: Any, model_provider: Any) -> None:
+        self.append_to_progress_log("Starting job")
         self.setup_model_and_optimizer(model_provider, "type")
+        self.append_to_progress_log("Saved checkpoint")
+        provider = train_valid_test_dataset_provider
         self.given = [self.build_train_valid_test_datasets(provider) for _ in range(2)]
+
+    def append_to_progress_log(self, line: str) -> None:
+        self.progress.append((line, bool(self.session.attached)))
 
     def update_train_iters(self, job: Namespace) -> None:
         job.train_iters = job.train_iters or job.train_samples // job.global_batch_size
@@ -235,6 +243,36 @@ def test_data_sets_are_opened_before_the_ranks_of_a_change_wait(
     provider.is_distributed = True  # type: ignore[attr-defined]
     framework.pretrain(provider, "model")
     assert framework.given == are_opened
+
+
+def test_a_round_is_in_the_log_of_progress_from_its_begin_on() -> None:
+    """Saves of the round before fail where the newest start there is of another size."""
+    session = FakeSession()
+    framework = hooked(session, is_set_up=False)
+    framework.session = session
+    framework.pretrain(lambda: None, "model")
+    assert framework.progress == [("Starting job", True), ("Saved checkpoint", True)]
+
+
+def test_data_sets_are_opened_ahead_where_a_configuration_stands_before_their_provider() -> None:
+    """As from 0.19 on."""
+
+    class Later(FakeTraining):
+        def pretrain(  # type: ignore[override]
+            self, cfg_container: Any, train_valid_test_dataset_provider: Any
+        ) -> None:
+            super().pretrain(train_valid_test_dataset_provider, "model")
+
+    session: Any = FakeSession()
+    framework = Later()
+    TrainingHooks(lambda: session).hook_training(framework)
+
+    def provider() -> bool:
+        return bool(session.attached)
+
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    framework.pretrain("configuration", provider)
+    assert framework.given == [False, True]
 
 
 @pytest.mark.parametrize(

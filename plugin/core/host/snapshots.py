@@ -183,7 +183,11 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     current = step.present()
     if current.emergency is not None:
         return  # it stands there until its round ends
-    if request.reason == "stop" and (current.stop is None or current.stop.step != request.step):
+    stop = current.stop
+    if request.reason == "stop" and (stop is None or stop.step != request.step):
+        if stop is not None and stop.step < request.step and request.rank == current.ranks.start:
+            what = "the script has made no boundary there, as at --iterations-to-skip"
+            step.tell(reports.Held(current.number, stop.step, what))
         step.answer(call)
         return
     if current.snapshot is None:

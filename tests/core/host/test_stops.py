@@ -74,6 +74,17 @@ def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_on
     assert urgencies(host)[-1] == 2, "it may save there as well"
 
 
+def test_a_stop_that_the_script_passes_without_a_boundary_is_put_off_at_once(
+    host: LawHost,
+) -> None:
+    """As a skipped iteration; it would never be met."""
+    host.agree(8)
+    calls = host.come(9, "stop")
+    (held,) = host.told(reports.Held)
+    assert (held.round, held.stop) == (1, 8) and "no boundary" in held.what
+    assert set(calls) <= set(host.answers()), "they train on"
+
+
 def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being_told(
     host: LawHost,
 ) -> None:
