@@ -340,6 +340,14 @@ class Asking:
         self.requests.settle(jobs, self.now)
         self.requests.pursue({"gpt": target}, jobs, 8, self.now)
 
+    def turn_until(self, can_have: bool, target: int, passes: float) -> None:
+        """Turns until four devices may be had, or not."""
+        for _ in range(100):
+            if self.requests.can_have(self.known(2), 4) == can_have:
+                return
+            self.turn(target, devices=2, passes=passes)
+        raise AssertionError(f"never, until {self.now} s")
+
 
 def test_a_growth_under_way_is_withdrawn_and_a_successor_asks_for_nothing(tmp_path: Path) -> None:
     asking = Asking(Noted(), tmp_path)
@@ -368,11 +376,9 @@ def test_a_size_that_does_not_come_rests_longer_each_time(tmp_path: Path) -> Non
     asking, rests = Asking(Noted(is_engine=True), tmp_path), []
     for _ in range(3):
         asking.turn(4, devices=2)
-        while asking.requests.can_have(asking.known(2), 4):
-            asking.turn(4, devices=2, passes=GIVE_UP_S / 2)
+        asking.turn_until(False, 4, GIVE_UP_S / 2)
         began = asking.now
-        while not asking.requests.can_have(asking.known(2), 4):
-            asking.turn(2, devices=2, passes=REFUSED_S / 4)
+        asking.turn_until(True, 2, REFUSED_S / 4)
         rests.append(asking.now - began)
     assert rests == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S]
 
