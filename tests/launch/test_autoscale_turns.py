@@ -97,6 +97,12 @@ class Scaled:
 
         wait_until(is_found, lambda: f"it never came to this; {self.told}")
 
+    def turn_until_heard(self, name: str = "gpt") -> None:
+        """A decision knows the four workers of a job."""
+        self.turn_until(
+            lambda: self.told and self.told[-1]["jobs"].get(name, {}).get("before") == 4
+        )
+
     def close(self) -> None:
         if self._scaler is not None:
             self._scaler.close()
@@ -142,7 +148,7 @@ def test_a_file_that_is_written_anew_leaves_its_job_as_it_is(
     text = 'job = "j"\nengine = "gpt"\ndevices = [2, 4]'
     scaler, _ = scale("4x2", "goodput", Kubernetes), pods(api, count=2)
     path = scaler.describe(text)
-    scaler.turn_until(lambda: scaler.told)
+    scaler.turn_until_heard()
     name = "gpt"
     match how:
         case "touched":
@@ -194,7 +200,7 @@ def test_a_silent_job_with_all_devices_leaves_none_to_others(
     scaler = scale("4", "goodput", lambda per_host: Slots())
     scaler.describe('job = "j"\ndevices = [1, 4]')
     scaler.describe("devices = [1, 4]", "other")
-    scaler.turn_until(lambda: scaler.told)
+    scaler.turn_until_heard()
     line.close()
     scaler.turn_until(lambda: scaler.told[-1]["silent"])
     assert scaler.told[-1]["jobs"]["other"]["after"] == 0
