@@ -97,6 +97,12 @@ class Scaled:
 
         wait_until(is_found, lambda: f"it never came to this; {self.told}")
 
+    def turn_until_heard(self, name: str = "gpt") -> None:
+        """A decision knows the four workers of a job."""
+        self.turn_until(
+            lambda: self.told and self.told[-1]["jobs"].get(name, {}).get("before") == 4
+        )
+
     def close(self) -> None:
         if self._scaler is not None:
             self._scaler.close()
@@ -142,7 +148,7 @@ def test_a_file_that_is_written_anew_leaves_its_job_as_it_is(
     text = 'job = "j"\nengine = "gpt"\ndevices = [2, 4]'
     scaler, _ = scale("4x2", "goodput", Kubernetes), pods(api, count=2)
     path = scaler.describe(text)
-    scaler.turn_until(lambda: scaler.told)
+    scaler.turn_until_heard()
     name = "gpt"
     match how:
         case "touched":
@@ -194,7 +200,7 @@ def test_a_silent_job_with_all_devices_leaves_none_to_others(
     scaler = scale("4", "goodput", lambda per_host: Slots())
     scaler.describe('job = "j"\ndevices = [1, 4]')
     scaler.describe("devices = [1, 4]", "other")
-    scaler.turn_until(lambda: scaler.told)
+    scaler.turn_until_heard()
     line.close()
     scaler.turn_until(lambda: scaler.told[-1]["silent"])
     assert scaler.told[-1]["jobs"]["other"]["after"] == 0
@@ -340,6 +346,14 @@ class Asking:
         self.requests.settle(jobs, self.now)
         self.requests.pursue({"gpt": target}, jobs, 8, self.now)
 
+    def turn_until(self, can_have: bool, target: int, passes: float) -> None:
+        """Turns until four devices may be had, or not."""
+        for _ in range(100):
+            if self.requests.can_have(self.known(2), 4) == can_have:
+                return
+            self.turn(target, devices=2, passes=passes)
+        raise AssertionError(f"never, until {self.now} s")
+
 
 def test_a_growth_under_way_is_withdrawn_and_a_successor_asks_for_nothing(tmp_path: Path) -> None:
     asking = Asking(Noted(), tmp_path)
@@ -368,11 +382,9 @@ def test_a_size_that_does_not_come_rests_longer_each_time(tmp_path: Path) -> Non
     asking, rests = Asking(Noted(is_engine=True), tmp_path), []
     for _ in range(3):
         asking.turn(4, devices=2)
-        while asking.requests.can_have(asking.known(2), 4):
-            asking.turn(4, devices=2, passes=GIVE_UP_S / 2)
+        asking.turn_until(False, 4, GIVE_UP_S / 2)
         began = asking.now
-        while not asking.requests.can_have(asking.known(2), 4):
-            asking.turn(2, devices=2, passes=REFUSED_S / 4)
+        asking.turn_until(True, 2, REFUSED_S / 4)
         rests.append(asking.now - began)
     assert rests == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S]
 
