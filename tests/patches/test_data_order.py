@@ -241,6 +241,29 @@ def test_micro_batches_that_are_drawn_ahead_are_drawn_again() -> None:
         assert next(iter(loader)).tolist() == first[2]
 
 
+def test_a_batch_drawn_ahead_at_the_end_of_a_pass_is_drawn_again() -> None:
+    """By a script that draws the next batch before it trains on this one, over its epochs."""
+
+    def play(saved: Saved, steps: int) -> tuple[list[list[int]], Saved]:
+        made: list[list[int]] = []
+        with hooked(4, saved=saved) as feed:
+            loader = loader_of(24, 4)
+            batches = chain.from_iterable(loader for _ in range(3))  # two steps an epoch
+            ahead = next(batches)
+            while ahead is not None:
+                batch, ahead = ahead, next(batches, None)
+                if len(made) == steps:  # a job stops as the next forward pass begins
+                    break
+                made.append(batch.tolist())
+                feed.step()
+            return made, feed.clocks.take()
+
+    expected, _ = play([], 6)
+    for steps in range(1, 6):
+        made, saved = play([], steps)
+        assert made + play(saved, 6)[0] == expected and len(expected) == 6
+
+
 def test_an_evaluation_neither_counts_nor_is_cut() -> None:
     with hooked(2) as feed:
         loader, other = loader_of(48, 2), loader_of(50, 2, shuffle=False)
