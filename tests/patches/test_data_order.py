@@ -565,6 +565,24 @@ def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
 
 
 @pytest.mark.fault
+def test_a_loader_begun_before_the_engine_is_refused_within_a_pass() -> None:
+    """Torch has dealt it from the beginning of the pass, before the state was there."""
+    saved = left_at(1)
+    with hooked(None) as feed:
+        loader = loader_of(24)
+        batches = iter(loader)
+        next(batches)
+        now = fit_batches(GLOBAL_BATCH, 1, MICRO_BATCH)
+        feed.start(now, FirstBatches(GLOBAL_BATCH, MICRO_BATCH, 1), MICRO_BATCH)
+        feed.clocks.put([*saved])
+        for _ in range(3):
+            feed.use(is_trained=True)
+            next(batches)
+        feed.use(is_trained=True)
+        with pytest.raises(RefusedError, match=r"begin it behind deepspeed\.initialize"):
+            feed.step()
+
+
 def test_what_the_engine_only_evaluates_is_drawn_by_no_step() -> None:
     """By a script that turns gradients off within its loop, and does not say eval()."""
     with hooked() as feed:
