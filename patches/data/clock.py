@@ -214,8 +214,11 @@ class Clock:
 
     @property
     def place(self) -> tuple[Number, int]:
-        """Start of a later round: a pass, and its consumed samples. It is the next pass once the
-        script has begun it: all work at the end of the pass before is done."""
+        """Start of a later round: a pass, and its consumed samples. It is the pass of the oldest
+        draw ahead of the steps; without any, the next pass once the script has begun it: all work
+        at the end of the pass before is done."""
+        if self.drawn:
+            return self.drawn[0], self.consumed if self.drawn[0] == self.current else 0
         if self._newest is not None and self._newest > self.current:
             return self._newest, 0
         return self.current, self.consumed

@@ -443,6 +443,12 @@ class LoaderPass(Iterator[list[int]]):
         sampler, clock, feed = self.sampler, self.sampler.clock, self.sampler.feed
         assert feed.first is not None and feed.batches is not None
         is_first = feed.first.is_layout_of(feed.batches)
+        if clock.has_stepped and self._may_count and sampler.is_elastic:
+            # Torch has dealt a restored place from the beginning of the pass.
+            feed.decline(
+                "a loader was begun before the engine; begin it behind deepspeed.initialize"
+            )
+            return False
         clock.is_trained_on = is_first and self._may_count and self._given < len(sampler.plain)
         if not clock.is_trained_on or not sampler.is_elastic:
             clock.is_trained_on = False

@@ -38,8 +38,10 @@ from scalai.patches.deepspeed.round_config import (
     RoundOrder,
     batches_of,
     config_of,
+    has_configured_optimizer,
     rewritten,
     spilled,
+    stated_batch,
     without_batches,
 )
 from scalai.patches.deepspeed.step_numbers import (
@@ -145,8 +147,9 @@ class EngineHooks:
     def initialize(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Build the engine of this round and restore the generation into it."""
         given = given_to(wrapped, args, kwargs)
-        config = config_of(given.get("args"), given.get("config"), given.pop("config_params", None))
-        has_optimizer = given.get("optimizer") is not None or "optimizer" in (config or {})
+        sources = given.get("config"), given.pop("config_params", None)
+        config = config_of(given.get("args"), *sources)
+        has_optimizer = given.get("optimizer") is not None or has_configured_optimizer(config or {})
         if config is None:
             return wrapped(*args, **kwargs)  # nothing to read
         if not has_optimizer:
@@ -168,6 +171,8 @@ class EngineHooks:
         if self.total is not None:
             config[TRAIN] = self.total
         order = self._order(given, config)
+        if any(isinstance(source, Mapping) for source in sources):
+            order = replace(order, first_dp=self._session.facts.get("first_dp"))
         if not (order.is_in_stages and order.has_fillers):
             why = "the script makes the passes of a step"
             self._session.keep_even(why if order.has_fillers else "data_order is own")
@@ -198,7 +203,15 @@ class EngineHooks:
                 log.warning("event=hook detail=%r", warning)
         fault = unsupported.offload_fault(given.get("optimizer"))
         self._session.report_facts(offload_fault=fault, host_memory=host_memory())
-        self._take_part(built[0])
+        stated = stated_batch(config, order).train
+        if stated not in (None, batches.global_batch_size):
+            self.auxiliary.say(
+                "ranks_then",
+                f"the script states {TRAIN} {stated}, by this round's ranks; the job keeps the "
+                f"{batches.global_batch_size} samples of the first round's. State it independent "
+                "of the ranks",
+            )
+        self._take_part(built[0], has_made_config=order.first_dp is not None)
         return built
 
     def make_pipeline(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
@@ -332,8 +345,12 @@ class EngineHooks:
             session.paces or (),
         )
 
-    def _take_part(self, engine: Any) -> None:
-        """Restore the generation into a new engine, and hook its methods."""
+    def _take_part(self, engine: Any, *, has_made_config: bool) -> None:
+        """Restore the generation into a new engine, and hook its methods.
+
+        Args:
+            has_made_config: True if a later round's script made the configuration.
+        """
         from scalai.patches.deepspeed.checkpoints import Checkpoints
         from scalai.patches.deepspeed.deepspeed_state import DeepSpeedState
 
@@ -379,6 +396,8 @@ class EngineHooks:
         self.auxiliary.start(engine, session)
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
+            if has_made_config:
+                self._compare_batch(batches.global_batch_size)
             self.auxiliary.restored(session.step)
             self.rng_state = small_state.rng_state(engine)()
             micro_batches.draw_anew(engine)
@@ -408,6 +427,21 @@ class EngineHooks:
             engine.eval_batch = self._noting_evaluations(engine.eval_batch)
         if is_pipeline and is_placed(session):
             self.replay.install(engine)
+
+    def _compare_batch(self, stated: int) -> None:
+        """Compare the global batch of a script's own configuration with the state's: a changed
+        file is a person's choice.
+
+        Raises:
+            RefusedError: It is another one, and no person has changed the script's arguments.
+        """
+        known = self._session.facts.get("global_batch_size")
+        if known not in (None, stated):
+            self.auxiliary.differs(
+                f"the script gives DeepSpeed {TRAIN} {stated}, the job trains with {known}",
+                f"State {TRAIN} independent of the number of ranks; for another one change an "
+                "argument of the script, or name DeepSpeed's file in its arguments",
+            )
 
     def _may_be_uneven(self, engine: Any, batches: Batches) -> bool:
         """Whether DP need not divide the batch. A collective of all ranks.

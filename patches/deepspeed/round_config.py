@@ -49,6 +49,8 @@ class RoundOrder:
         has_own_optimizer: True if the script gives DeepSpeed its optimizer.
         has_cpu_adam: False if DeepSpeedCPUAdam cannot be compiled here.
         paces: As of ``Batches``.
+        first_dp: The first round's, if the script makes the configuration; None: a file states it,
+            or this is the first round.
     """
 
     tp: int
@@ -65,6 +67,14 @@ class RoundOrder:
     has_own_optimizer: bool = False
     has_cpu_adam: bool = True
     paces: tuple[int, ...] = ()
+    first_dp: int | None = None
+
+    def is_by_ranks(self, total: int) -> bool:
+        """True if a script's global batch is the job's, but multiplied by this round's ranks."""
+        known, first = self.global_batch_size, self.first_dp
+        if known is None or first is None:
+            return False
+        return total != known and total * first == known * self.dp
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
@@ -82,11 +92,17 @@ def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | No
     return None if source is None else read_config(str(source))
 
 
+def has_configured_optimizer(config: Mapping[str, Any]) -> bool:
+    """True if DeepSpeed makes an optimizer by the configuration, which names its type."""
+    section = config.get("optimizer")
+    return isinstance(section, Mapping) and bool(section.get("type"))
+
+
 def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
     """Return this round's spread of the global batch over its replicas.
 
     The global batch is the configuration's, or the product of micro-batch and accumulation in the
-    first round.
+    first round. If the script multiplies it by the ranks, the job's stays.
 
     Raises:
         RefusedError: It does not divide, or the configuration does not state its size.
@@ -98,20 +114,22 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
             "and would keep to their number at another DP. Leave it out, or run without "
             "--elastic."
         )
-    stated = _stated(config, order)
+    stated = stated_batch(config, order)
     resolved = stated.resolved(order.dp)
     if resolved is None:
         raise RefusedError(
             f"DeepSpeed's configuration states neither {TRAIN} nor {MICRO}. State one of them."
         )
     total = stated.train or order.global_batch_size or resolved[0]
+    if order.global_batch_size is not None and order.is_by_ranks(total):
+        total = order.global_batch_size
     if order.micro_batch_size is not None:
         return Batches(total, order.micro_batch_size, order.dp, order.has_fillers, order.paces)
     usual = stated.micro or order.usual_micro_batch_size or resolved[1]
     return fit_batches(total, order.dp, usual, has_fillers=order.has_fillers, paces=order.paces)
 
 
-def _stated(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:
+def stated_batch(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:
     """Return the configured batch, with the global batch in samples of a step."""
     stated = StatedBatch.of(config)
     return stated if order.has_mpu else replace(stated, train=step_samples(config))

@@ -27,7 +27,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine_hooks import EngineHooks
 from scalai.patches.deepspeed.micro_batches import Accumulation
-from scalai.patches.hooking import Args, Call, Kwargs, given_to
+from scalai.patches.hooking import Args, Call, Kwargs, given_to, without
 from scalai.patches.hugging_face.sharded_loaders import EpochBatches, check_ranks, round_batches
 from scalai.patches.plain import all_live, all_plain
 from scalai.runtime.session import Session
@@ -189,7 +189,7 @@ class TrainerHooks:
         self._batches: Batches | None = None
         self._loader: Any = None
         self._ordered: EpochBatches | None = None
-        self._has_begun = False
+        self._has_begun = self._evaluates_first = False
         self._prepared: Any = None
         self._saved: Mapping[str, Any] | None = None
         """State of the last round; None: none."""
@@ -306,6 +306,8 @@ class TrainerHooks:
         instance.state.init_training_references(
             instance, given["max_steps"], given["num_train_epochs"], given["trial"]
         )
+        # The first round has evaluated at the start; put back in the first epoch.
+        self._evaluates_first, instance.args.eval_on_start = instance.args.eval_on_start, False
         return epochs, steps * instance.args.gradient_accumulation_steps
 
     def prepare(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -320,7 +322,10 @@ class TrainerHooks:
             given["resume_from_checkpoint"] = given["resume_from_checkpoint"] or _IN_MEMORY
             if not self._has_begun:
                 self._has_begun = True
+                instance.args.eval_on_start = self._evaluates_first
                 put_losses(self._saved, instance)
+                with without(instance.args, ["ignore_data_skip"]):  # the job keeps its place
+                    return wrapped(**given)
         return wrapped(**given)
 
     def load_rng_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:

@@ -135,7 +135,7 @@ def test_what_a_callback_of_trainers_counts_or_sets_is_told_of(play: Player) -> 
     difference."""
     given: dict[str, Any] = {"steps": 12, "output": str(play.folder), "config": CONFIG}
     made = play("calls_back", [(1, 5), (2, 9), (1, None)], **given)
-    reported = notes(made)
+    reported = notes(made, "n")
     assert {decay for note in reported for decay in note["decays"]} == {0.05, 0.0}
     assert [note["betas"][1] for note in reported] == [1 - 1 / (n + 10) for n in range(12)]
     events = ("own_state", "began_anew", "began_anew")
@@ -145,6 +145,19 @@ def test_what_a_callback_of_trainers_counts_or_sets_is_told_of(play: Player) -> 
         rates = told([part], "rates")
         assert len(rates) == times and not told([part], "replays_otherwise")
         assert all("has weight_decay 0.025 before" in text for text in rates)
+
+
+def test_trainer_goes_on_in_its_epoch_and_evaluates_at_the_start_once(play: Player) -> None:
+    given: dict[str, Any] = {
+        "steps": 8, "output": str(play.folder), "config": CONFIG, "logging_steps": 1,
+        "ignore_data_skip": True, "eval_on_start": True,
+    }  # fmt: skip
+    alone = play("calls_back", [(1, None)], at="alone", **given)
+    made = play("calls_back", [(1, 5), (2, None)], **given)
+    reported, expected = ([n["logged"] for n in notes(m, "logged")] for m in (made, alone))
+    assert reported == pytest.approx(expected, abs=2e-4) and len(expected) == 8
+    assert notes(made, "evaluated") == [{"evaluated": 0}]
+    assert not told(made, "replays_otherwise")
 
 
 def test_a_batch_that_accelerate_takes_from_another_loader_is_refused_with_its_own_way_out(

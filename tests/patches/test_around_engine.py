@@ -30,6 +30,17 @@ def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
     assert not told(made, "replays_otherwise")
 
 
+def test_a_batch_that_a_script_computes_by_ranks_stays_that_of_the_first_round(
+    play: Player,
+) -> None:
+    alone = play("trains", [(2, None)], at="alone", per_rank=6, epochs=2)
+    made = play("trains", [(2, 1), (1, None)], per_rank=6, epochs=2)
+    reported, expected = ([note["loss"] for note in notes(m, "step")] for m in (made, alone))
+    assert reported == pytest.approx(expected, rel=1e-6) and len(expected) == 4
+    (said,) = told(made, "ranks_then")
+    assert "train_batch_size 6" in said and "keeps the 12 samples" in said
+
+
 @pytest.mark.fault
 def test_a_checkpoint_that_is_loaded_behind_steps_is_loaded_in_any_round(play: Player) -> None:
     """The best one at the end; and what is saved behind that is there."""

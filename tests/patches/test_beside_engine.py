@@ -96,7 +96,7 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
 ) -> None:
     """DeepSpeed refuses batches that do not come out, which are of no use to a teacher."""
     batches = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
-    stated: dict[str, Any] = {**batches, "bf16": {"enabled": True}}
+    stated: dict[str, Any] = {**batches, "optimizer": {"type": None}}
     (tmp_path / "ds.json").write_text(json.dumps(stated))
     seen: dict[str, Any] = {}
     session = namespace(
@@ -116,7 +116,7 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
     if is_first:  # as the script says
         assert seen == {"config": None, "named": named.deepspeed_config if is_named else None}
     else:
-        built = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+        built = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": None}}
         assert seen == {"config": built, "named": None}
     assert named.deepspeed_config == str(tmp_path / "ds.json")
 
@@ -253,6 +253,13 @@ def test_what_trains_otherwise_than_before_is_refused_unless_a_person_has_change
     else:
         with pytest.raises(RefusedError, match=rf"{HERE}:\d+: it is another curve. Make the same"):
             then.differs("it is another curve", "Make the same")
+
+
+def test_another_batch_by_the_script_than_the_states_is_refused() -> None:
+    hooks = EngineHooks(lambda: namespace(facts={"global_batch_size": 24}))
+    hooks._compare_batch(24)
+    with pytest.raises(RefusedError, match=r"train_batch_size 16, the job trains with 24\. State"):
+        hooks._compare_batch(16)
 
 
 def test_of_a_pipelines_losses_the_newest_go_to_the_next_round(

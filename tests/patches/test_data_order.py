@@ -241,6 +241,29 @@ def test_micro_batches_that_are_drawn_ahead_are_drawn_again() -> None:
         assert next(iter(loader)).tolist() == first[2]
 
 
+def test_a_batch_drawn_ahead_at_the_end_of_a_pass_is_drawn_again() -> None:
+    """By a script that draws the next batch before it trains on this one, over its epochs."""
+
+    def play(saved: Saved, steps: int) -> tuple[list[list[int]], Saved]:
+        made: list[list[int]] = []
+        with hooked(4, saved=saved) as feed:
+            loader = loader_of(24, 4)
+            batches = chain.from_iterable(loader for _ in range(3))  # two steps an epoch
+            ahead = next(batches)
+            while ahead is not None:
+                batch, ahead = ahead, next(batches, None)
+                if len(made) == steps:  # a job stops as the next forward pass begins
+                    break
+                made.append(batch.tolist())
+                feed.step()
+            return made, feed.clocks.take()
+
+    expected, _ = play([], 6)
+    for steps in range(1, 6):
+        made, saved = play([], steps)
+        assert made + play(saved, 6)[0] == expected and len(expected) == 6
+
+
 def test_an_evaluation_neither_counts_nor_is_cut() -> None:
     with hooked(2) as feed:
         loader, other = loader_of(48, 2), loader_of(50, 2, shuffle=False)
@@ -542,6 +565,24 @@ def test_a_script_that_begins_behind_the_pass_under_way_is_refused() -> None:
 
 
 @pytest.mark.fault
+def test_a_loader_begun_before_the_engine_is_refused_within_a_pass() -> None:
+    """Torch has dealt it from the beginning of the pass, before the state was there."""
+    saved = left_at(1)
+    with hooked(None) as feed:
+        loader = loader_of(24)
+        batches = iter(loader)
+        next(batches)
+        now = fit_batches(GLOBAL_BATCH, 1, MICRO_BATCH)
+        feed.start(now, FirstBatches(GLOBAL_BATCH, MICRO_BATCH, 1), MICRO_BATCH)
+        feed.clocks.put([*saved])
+        for _ in range(3):
+            feed.use(is_trained=True)
+            next(batches)
+        feed.use(is_trained=True)
+        with pytest.raises(RefusedError, match=r"begin it behind deepspeed\.initialize"):
+            feed.step()
+
+
 def test_what_the_engine_only_evaluates_is_drawn_by_no_step() -> None:
     """By a script that turns gradients off within its loop, and does not say eval()."""
     with hooked() as feed:

@@ -120,7 +120,7 @@ def trains(
     epochs: int = 1, *, dropout: float = 0.0, is_by_rank: bool = False, schedule: str = "",
     is_before: bool = True, is_each_step: bool = False, in_eval: bool = False, saves: str = "",
     patience: int = 0, asks: bool = False, is_offloaded: bool = False, output: str = "",
-    config: dict[str, Any] | None = None,
+    per_rank: int = 0, config: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """A torch loop.
 
@@ -132,7 +132,12 @@ def trains(
         patience: It ends behind so many epochs without a better evaluation; unless it ``asks``,
             also where it goes through them again.
         is_offloaded: The state is away between epochs, as in loops that generate there.
+        per_rank: It computes its global batch, of so many samples a rank.
     """
+    if per_rank:
+        deepspeed.init_distributed()
+        batch = per_rank * torch.distributed.get_world_size()
+        config = {**(config or {}), "train_batch_size": batch}
     model = torch.nn.Sequential(build_model(), torch.nn.Dropout(dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if schedule else None
     made = SCHEDULES[schedule](optimizer) if schedule and is_before else None
@@ -454,8 +459,12 @@ class Scored(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
-def calls_back(steps: int, output: str, config: dict[str, Any]) -> None:
-    """A script on Trainer with a callback that counts for itself."""
+def calls_back(steps: int, output: str, config: dict[str, Any], **more: Any) -> None:
+    """A script on Trainer with a callback that counts for itself.
+
+    Args:
+        more: Arguments of Trainer.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Counting(TrainerCallback):
@@ -470,6 +479,13 @@ def calls_back(steps: int, output: str, config: dict[str, Any]) -> None:
             for group in given["optimizer"].param_groups:
                 group["betas"] = (0.9, 1.0 - 1.0 / (state.global_step + 10))
 
+        def on_evaluate(self, arguments: Any, state: Any, *_: Any, **given: Any) -> None:
+            note(evaluated=state.global_step)
+
+        def on_log(self, arguments: Any, state: Any, *_: Any, **given: Any) -> None:
+            if "loss" in given["logs"]:
+                note(logged=given["logs"]["loss"])
+
         def on_step_end(self, *_: Any, **given: Any) -> None:
             self.n += 1
             groups = given["optimizer"].param_groups
@@ -478,7 +494,9 @@ def calls_back(steps: int, output: str, config: dict[str, Any]) -> None:
     arguments = TrainingArguments(
         output_dir=output, per_device_train_batch_size=2, max_steps=steps, use_cpu=True,
         weight_decay=0.1, deepspeed=config, save_strategy="no", report_to=[], disable_tqdm=True,
+        **more,
     )  # fmt: skip
     rows = map(Rows().__getitem__, range(SAMPLES))
     data: Any = [{"rows": row, "labels": kind} for row, kind, _ in rows]
-    Trainer(Scored(), arguments, train_dataset=data, callbacks=[Counting()]).train()
+    callbacks = [Counting()]
+    Trainer(Scored(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
