@@ -199,12 +199,12 @@ def with_content(value: Any, data: memoryview) -> Any:
         RefusedError: The tensors are large, or damaged; or the tree is too deep.
     """
     try:
-        return _Filling(data).filled(value)
+        return _Carried(data).filled(value)
     except RecursionError as error:
         raise RefusedError("a tree of values is too deep, or contains itself: damaged") from error
 
 
-class _Filling:
+class _Carried:
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._made: dict[int, Any] = {}
