@@ -14,7 +14,7 @@ from scalai.core.job import proof_rules
 from scalai.core.job.assigning import next_assignment
 from scalai.core.job.copies import GenerationCopies
 from scalai.core.job.endings import kind_of, rank_of
-from scalai.core.job.fitness import Fitness
+from scalai.core.job.fitness import Fitness, Links
 from scalai.core.job.function_proof import FACT as PROVEN
 from scalai.core.job.function_proof import Made
 from scalai.core.job.outlook import Course, outlook
@@ -649,7 +649,7 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
         _settings(spec, sizing),
         budget=m.Budget(left=spec.failures),
         copies=GenerationCopies(last_replication=orders, last_archive=orders),
-        health=Fitness(last_check=orders),
+        health=Fitness(last_check=orders, links=Links(last_order=orders)),
         spacing=spec.spacing,
     )
     return job if took_over_at is None else begin(job, took_over_at)

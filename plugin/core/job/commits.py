@@ -62,8 +62,9 @@ def _answered(report: reports.Sealed | reports.Skipped, host: str, reason: str, 
     at = step_of(report.snapshot)
     passed = {name: known[name] | {host} for name in known if step_of(name) <= at}
     job = replace(job, states=replace(job.states, sealed={**known, **passed}))
-    # A round with another function, perhaps, commits nothing.
-    return (job, ()) if job.function.is_waiting else judge_sealed(job, reason)
+    # A round with another function, perhaps or for certain, commits nothing.
+    is_other = job.function.is_waiting or job.function.is_refuted
+    return (job, ()) if is_other else judge_sealed(job, reason)
 
 
 def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:

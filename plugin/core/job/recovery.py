@@ -27,12 +27,15 @@ def lineage_from(source: Mapping[str, Json], number: int, run: str) -> list[list
 
 def contains(one: "Descent", other: "Descent") -> bool:
     """Whether ``one`` descends from ``other``, or from a later generation of its run. Without a
-    lineage the number decides; it only grows within a run."""
+    lineage the number decides, and for a generation before the first run of a full one: it only
+    grows within a run."""
     if one.run == other.run:
         return one.number >= other.number
     if any(run == other.run and number >= other.number for run, number in one.lineage or ()):
         return True
     is_known = None not in (one.run, other.run, one.lineage, other.lineage)
+    if is_known and one.lineage is not None and len(one.lineage) >= MOST_RUNS:
+        is_known = other.number >= one.lineage[0][1]
     return not is_known and one.number >= other.number
 
 

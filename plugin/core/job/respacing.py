@@ -91,7 +91,8 @@ def built(job: Job) -> Job:
 def started(job: Job, *, is_built: bool) -> Job:
     """Record the interval of a new round's workers, perhaps built before."""
     told = job.spacing.built if is_built else job.spacing.every
-    # A stop has made a generation.
+    if job.spacing.asked is not None:  # a stop has made a generation
+        job = replace(job, copies=replace(job.copies, archive_at=job.now))
     return replace(job, spacing=replace(job.spacing, told=told, asked=None))
 
 

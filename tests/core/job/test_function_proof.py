@@ -329,9 +329,12 @@ def test_what_old_workers_tell_behind_the_first_step_of_the_new_ones_still_prove
 def test_what_they_tell_late_still_goes_back_to_the_state_of_the_stop() -> None:
     """Of what the new workers have made meanwhile nothing becomes a generation."""
     job, done = but(grown(OFF, left=0), newest=30), list[actions.Action]()
-    job, _ = advance_all(job, *sealed(job))
+    *early, late = sealed(job)
+    job, _ = advance_all(job, *early)
     job, due = tell(job, "a", "b")
     assert amended(due) == ["differs"] and lines(due).count("event=function_differs") == 1
+    job, more = advance_all(job, late)
+    assert not more, "it was on its way"
     job = until(job, Phase.RUNNING, done)
     (back,) = [each for each in done if isinstance(each, actions.StartRound)]
     assert back.generation == 10 and back.steps_lost == 4

@@ -192,3 +192,6 @@ def test_a_lineage_has_an_end() -> None:
     for number in range(2, 3 * MOST_RUNS):
         state = made(f"r{number}", number, state)
     assert len(state[1][LINEAGE]) == MOST_RUNS
+    assert contains(state[0], made("r0", 1)[0]), "what fell out of it is older"
+    apart = made("x", 3 * MOST_RUNS - 3)[0]
+    assert not contains(state[0], apart), "made beside runs that it names"

@@ -353,7 +353,8 @@ def test_who_asks_for_a_snapshot_gets_one_and_the_usual_interval_returns(is_auto
 def test_a_stop_fulfils_a_request_and_a_new_coordinator_forgets_it() -> None:
     job, _ = advance(trained(is_auto=False), events.SnapshotAsked(11.0))
     assert respacing.started(job, is_built=False).spacing.told == FIRST_STEPS
-    assert respacing.started(job, is_built=False).spacing.asked is None
+    begun = respacing.started(job, is_built=False)
+    assert begun.spacing.asked is None and begun.copies.archive_at == job.now
     adopted = respacing.adopted(trained(is_auto=False), {job.spacing.told})
     (back,) = [e for e in ticked(adopted, 12.0, 61)[1] if isinstance(e, commands.Space)]
     assert back.every == FIRST_STEPS
