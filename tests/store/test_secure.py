@@ -163,7 +163,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         folder.write("card", b"second")
         assert folder.read("card") == b"second" and not (tmp_path / "elsewhere").exists()
         with pytest.raises(StoreError):
-            folder.write("x" * 250, b"a name that is too long")
+            folder.write("x" * 256, b"a name that is too long")
     assert sorted(os.listdir(tmp_path)) == ["card"]
 
 
